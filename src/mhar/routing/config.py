@@ -116,11 +116,10 @@ class RoutingConfig:
     @property
     def name(self) -> str:
         """The variant's name, "custom" when the fields match none of the named ones (sizes do not count)."""
-        sizes = {"num_heads": self.num_heads, "block_size": self.block_size}
         for name, fields in VARIANTS.items():
             if name == "attention_residuals" and self.num_heads != 1:
                 continue
-            if type(self)(**{**fields, **sizes}) == self:
+            if self.from_dict({**fields, "num_heads": self.num_heads, "block_size": self.block_size}) == self:
                 return name
         return "custom"
 

@@ -57,7 +57,8 @@ class DepthRouter(nn.Module):
         self.num_heads = _resolve_heads(num_heads, self.config)
         check_heads(width, self.num_heads)
         resolve_backend(backend)
-        self.num_sites, self.width, self.eps, self.backend = num_sites, width, check_eps(eps), backend
+        self.num_sites, self.width, self.eps = num_sites, width, check_eps(eps)
+        self.backend: Backend = backend
         self.plan: tuple[SitePlan, ...] = routing_plan(self.config, num_sites)
         self.site_rows: tuple[int | None, ...] = tuple(site.row for site in self.plan)
         rows = sum(row is not None for row in self.site_rows)
