@@ -315,3 +315,31 @@ def test_autocast_keeps_the_history_in_its_dtype():
         out, history = run(router, sublayers, embedding().float())
     assert out.dtype == torch.bfloat16
     assert history.weights("final").dtype == torch.float32
+
+
+class Stack(nn.Module):
+    """Router and sublayers in one module, to compile as a whole."""
+
+    def __init__(self, variant):
+        super().__init__()
+        self.router, self.sublayers = make_router(variant), make_sublayers()
+
+    def forward(self, x):
+        return run(self.router, self.sublayers, x)[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_without_graph_breaks(variant):
+    """fullgraph=True refuses any break; other token counts reuse one graph with a dynamic size."""
+    torch.compiler.reset()
+    model, frames = Stack(variant), []
+
+    def backend(graph, _):
+        frames.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for tokens in (3, 5, 7, 9):
+        x = torch.randn(2, tokens, WIDTH, dtype=torch.float64)
+        assert_close(f"{tokens} tokens", compiled(x), model(x), 1e-13)
+    assert len(frames) <= 2
