@@ -1,0 +1,28 @@
+"""Every difference between the supported transformers versions (5.17 to 5.24), and nothing else.
+
+Each is found by looking at the installed version, never by its number.
+"""
+
+import inspect
+from typing import Any
+
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+
+from mhar.errors import InputError
+
+# 5.18 and later call the KV cache `cache` in attention, layers, mask builders, generate() and outputs; before, it was
+# `past_key_values`. Modules swallow the wrong name in `**kwargs` and then silently decode without a cache.
+CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+def either_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache given under either name; raises InputError when two different ones are given."""
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise InputError("`cache` and `past_key_values` are two names of one argument, got two different caches")
+    return past_key_values if cache is None else cache
+
+
+def cache_argument(cache: Cache | None) -> dict[str, Any]:
+    """The cache as a keyword argument (or output field) of the installed version's name."""
+    return {CACHE_NAME: cache}

@@ -1,0 +1,117 @@
+"""`MharConfig`: a base model's configuration, flat, plus what is routed."""
+
+import math
+from typing import Any, ClassVar, Self
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from mhar.errors import ConfigurationError
+from mhar.models.compat import CACHE_NAME
+from mhar.models.families import Family, family_of
+from mhar.ops.functional import check_heads, resolve_backend
+from mhar.routing import RoutingConfig, routing_plan
+from mhar.routing.config import check_count, check_eps
+
+# Fields of a base config that describe its checkpoint, not its architecture.
+NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "quantization_config")
+
+
+class MharConfig(PreTrainedConfig):
+    """A routed model: the base fields stand at the top level, where caches and servers read them; routing comes on top.
+
+    Args:
+        base_model_type: `model_type` of the base family, such as "qwen3"; its fields are given as further keywords
+            and checked by its own configuration class.
+        routing: `RoutingConfig.to_dict()`; the variant "mhar" by default.
+        routing_backend: "auto", "triton" or "reference" (see :func:`mhar.ops.depth_read`).
+        z_loss: coefficient of mean(logsumexp(logits)^2), added to the loss in training only (1e-4 in the paper's
+            mid-training).
+        loss_chunk_size: tokens whose logits are held at once when labels are given; logits are then not returned.
+            None computes all logits.
+
+    Raises:
+        ConfigurationError: unknown family, routing that does not fit the model, NaN or infinite numbers.
+        InputError: routing heads that do not divide the width.
+    """
+
+    model_type: ClassVar[str] = "mhar"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE_NAME]
+    attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
+
+    base_model_type: str = "llama"
+    routing: dict[str, Any] | None = None
+    routing_backend: str = "auto"
+    z_loss: float = 0.0
+    loss_chunk_size: int | None = None
+    use_cache: bool = True  # a base field, declared because transformers drops undeclared generation settings
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        routing = RoutingConfig.named("mhar") if self.routing is None else RoutingConfig.from_dict(self.routing)
+        self.routing = routing.to_dict()
+        common = {name: getattr(self, name) for name in ("dtype", "output_hidden_states", "use_cache")}
+        base = base_config(self.base_model_type, {**kwargs, **common})
+        super().__post_init__(**{**kwargs, **inherited_fields(base)})
+        self._check()
+
+    def _check(self) -> None:
+        for name, value in self.__dict__.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigurationError(f"{name} must be a finite number, got {value!r}")
+        if isinstance(self.z_loss, bool) or not isinstance(self.z_loss, (int, float)) or self.z_loss < 0:
+            raise ConfigurationError(f"z_loss must be a number >= 0, got {self.z_loss!r}")
+        if self.loss_chunk_size is not None:
+            check_count("loss_chunk_size", self.loss_chunk_size)
+        check_eps(self.rms_norm_eps)
+        resolve_backend(self.routing_backend)
+        self.family.check(self)
+        routing = self.routing_config
+        if routing.read != "none":
+            check_heads(self.hidden_size, routing.num_heads)  # pyright: ignore[reportArgumentType]
+        routing_plan(routing, self.num_sites)
+
+    @classmethod
+    def from_base(cls, base: PreTrainedConfig, routing: RoutingConfig | str | None = None, **fields: Any) -> Self:
+        """The configuration of a routed model with the architecture of `base`.
+
+        Args:
+            base: configuration of a supported family.
+            routing: what is routed: a RoutingConfig, the name of a variant, or None for "mhar".
+            fields: further fields of this class, or overrides of the base's.
+        """
+        if isinstance(routing, str):
+            routing = RoutingConfig.named(routing)
+        family_of(base.model_type)
+        values = {**inherited_fields(base), **fields, "base_model_type": base.model_type}
+        return cls(routing=None if routing is None else routing.to_dict(), **values)
+
+    @property
+    def family(self) -> Family:
+        """How the base family runs its sublayers."""
+        return family_of(self.base_model_type)
+
+    @property
+    def routing_config(self) -> RoutingConfig:
+        """What is routed, with `num_heads="kv"` resolved to the number of key-value heads."""
+        assert self.routing is not None
+        return RoutingConfig.from_dict(self.routing).with_num_heads(self.num_key_value_heads)
+
+    @property
+    def num_sites(self) -> int:
+        """Reads of one forward pass: one before each sublayer and the final one."""
+        return 2 * self.num_hidden_layers + 1
+
+    def to_base(self) -> PreTrainedConfig:
+        """The base model's own configuration."""
+        own = set(type(self).__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)  # pyright: ignore
+        return base_config(self.base_model_type, {k: v for k, v in inherited_fields(self).items() if k not in own})
+
+
+def base_config(base_model_type: str, fields: dict[str, Any]) -> PreTrainedConfig:
+    """The family's own configuration class applied to `fields`: defaults, legacy spellings and its checks."""
+    family_of(base_model_type)
+    return AutoConfig.for_model(base_model_type, **{k: v for k, v in fields.items() if k not in NOT_INHERITED})
+
+
+def inherited_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of `config` that describe the architecture."""
+    return {name: value for name, value in config.to_dict().items() if name not in NOT_INHERITED}

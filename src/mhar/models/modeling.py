@@ -1,0 +1,305 @@
+"""`MharModel` and `MharForCausalLM`: one decoder loop for every family and every variant."""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from mhar.errors import InputError
+from mhar.models.checkpoints import StrictLoading
+from mhar.models.compat import cache_argument, either_cache
+from mhar.models.configuration import MharConfig
+from mhar.models.families import base_model_class
+from mhar.models.loss import chunked_loss, load_balancing_loss, num_targets, shifted_targets, squared_log_partition
+from mhar.models.outputs import Collected, MharCausalLMOutput, MharModelOutput
+from mhar.routing import DepthHistory, DepthRouter
+
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+class MharPreTrainedModel(StrictLoading, PreTrainedModel):
+    """What both models share: capabilities, initialisation, strict loading."""
+
+    config_class = MharConfig
+    config: MharConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Routing starts as the mean of the sources; all other modules start as the base family starts them."""
+        if isinstance(module, DepthRouter):
+            for name, parameter in module.named_parameters(recurse=False):
+                init.constant_(parameter, 1.0 if name == "norm_weight" else 0.0)
+            return
+        # The family's own rule is a method of its model class: run it on an instance without modules.
+        base_class = base_model_class(self.config.base_model_type)
+        shell = base_class.__new__(base_class)
+        nn.Module.__init__(shell)
+        shell.config = self.config
+        shell._init_weights(module)
+
+
+class MharModel(MharPreTrainedModel):
+    """A decoder of any supported family whose sublayers read through a `DepthRouter`.
+
+    Embedding, layers, norm and rotary embedding are the base family's own modules under their own names; routing adds
+    `router.*` and nothing else.
+    """
+
+    def __init__(self, config: MharConfig) -> None:
+        super().__init__(config)
+        base = base_model_class(config.base_model_type)(config)
+        self.embed_tokens = base.embed_tokens
+        self.layers = base.layers
+        self.norm = base.norm
+        self.rotary_emb = base.rotary_emb
+        self.router = DepthRouter(
+            config.num_sites,
+            config.hidden_size,
+            eps=config.rms_norm_eps,
+            config=config.routing_config,
+            backend=config.routing_backend,  # pyright: ignore[reportArgumentType]
+        )
+        self.layer_types = config.family.layer_types(config)
+        self.gradient_checkpointing = False
+        # The loop calls sublayers, not layers: they are the units that sharding and placement must not split.
+        sublayers = [module for layer in self.layers for module in (layer.self_attn, layer.mlp)]
+        self._no_split_modules = sorted({type(module).__name__ for module in sublayers})
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> MharModelOutput | tuple[Any, ...]:
+        """Run the decoder; arguments are those of transformers' decoders, the cache goes by either of its names.
+
+        Args:
+            input_ids: [B, T]; or `inputs_embeds` [B, T, D], one of the two.
+            attention_mask: [B, S] with zeros at padding, a prepared 4D mask, or one of these per layer type.
+            position_ids: [B, T]; positions that restart within a row separate packed sequences (without a cache).
+            use_cache: by default the config's value, but false in training.
+            kwargs: passed on to every attention module.
+
+        Returns:
+            `hidden_states[i]` is what layer i's attention site reads before its norm; the last entry is the output of
+            the final norm.
+        """
+        cache = either_cache(cache, past_key_values)
+        hidden = self._embed(input_ids, inputs_embeds)
+        cache = self._cache(cache, use_cache)
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + seen).unsqueeze(0)
+        masks = self._masks(attention_mask, hidden, cache, position_ids)
+        rotations = self._rotations(hidden, position_ids)
+        collect = Collected(self.config, output_hidden_states, output_attentions, output_router_logits)
+
+        history = self.router.start(hidden)
+        for layer, layer_type in zip(self.layers, self.layer_types, strict=True):
+            arguments = {
+                "attention_mask": masks[layer_type],
+                "position_embeddings": rotations[layer_type],
+                "position_ids": position_ids,
+                "use_cache": cache is not None,
+                **cache_argument(cache),
+                **kwargs,
+            }
+            self._run_layer(layer, history, arguments, collect)
+        hidden = history.read(norm=self.norm)
+
+        outputs = MharModelOutput(last_hidden_state=hidden, **cache_argument(cache), **collect.fields(hidden))
+        return outputs if self._wants_dict(return_dict) else outputs.to_tuple()
+
+    def _run_layer(self, layer: Any, history: DepthHistory, arguments: dict[str, Any], collect: "Collected") -> None:
+        family = self.config.family
+        norm = family.norm(layer, "attention")
+        if collect.hidden_states is None:
+            hidden = history.read(norm=norm)
+        else:
+            hidden = history.read()
+            collect.hidden_states.append(hidden)
+            hidden = hidden if norm is None else norm(hidden)
+        output, attentions = self._checkpointed(layer, partial(family.attention, layer, **arguments), hidden)
+        history.append(output)
+        collect.add_attentions(attentions)
+
+        hidden = history.read(norm=family.norm(layer, "mlp"))
+        with collect.watch(getattr(layer.mlp, family.expert_gate or "", None)):
+            history.append(self._checkpointed(layer, partial(family.mlp, layer), hidden))
+
+    def _checkpointed(self, layer: Any, sublayer: Any, hidden: Tensor) -> Any:
+        """Run a sublayer, under gradient checkpointing when that is on: routing itself is never recomputed."""
+        if self.training and layer.gradient_checkpointing:
+            return layer._gradient_checkpointing_func(sublayer, hidden)
+        return sublayer(hidden)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise InputError(f"give exactly one of input_ids and inputs_embeds, got {given}")
+        embedding = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return self.config.family.scale_embedding(self.config, embedding)
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """The KV cache of this pass: the one given, a new one, or None."""
+        if self.training and self.gradient_checkpointing:
+            if cache is not None or use_cache:
+                raise InputError("gradient checkpointing in training cannot use a KV cache: call eval() to generate")
+            return None
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return DynamicCache(config=self.config) if use_cache and cache is None else cache
+
+    def _masks(self, attention_mask: Any, hidden: Tensor, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:
+        """Attention mask of each layer type that the model has."""
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        arguments = {
+            "config": self.config,
+            "inputs_embeds": hidden,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            **cache_argument(cache),
+        }
+        return {layer_type: MASKS[layer_type](**arguments) for layer_type in dict.fromkeys(self.layer_types)}
+
+    def _rotations(self, hidden: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rotary position embedding (cos, sin) of each layer type that the model has."""
+        layer_types = dict.fromkeys(self.layer_types)
+        if self.config.family.rope_per_layer_type:
+            return {layer_type: self.rotary_emb(hidden, position_ids, layer_type) for layer_type in layer_types}
+        return dict.fromkeys(layer_types, self.rotary_emb(hidden, position_ids))
+
+    def _wants_dict(self, return_dict: bool | None) -> bool:
+        return bool(self.config.return_dict if return_dict is None else return_dict)
+
+
+class MharForCausalLM(MharPreTrainedModel, GenerationMixin):
+    """`MharModel` with a language-model head."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: MharConfig) -> None:
+        super().__init__(config)
+        self.model = MharModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> MharCausalLMOutput | tuple[Any, ...]:
+        """Logits [B, T, V], and the loss when labels are given. Arguments as in :meth:`MharModel.forward`, and:
+
+        Args:
+            labels: [B, T], of the tokens themselves (they are shifted here); -100 does not count.
+            logits_to_keep: the last positions to compute logits for (0: all), or indices of positions.
+            kwargs: `num_items_in_batch`, `shift_labels` and `ignore_index` go to the loss, all go to attention.
+        """
+        outputs = dict(
+            self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                use_cache=False if use_cache is None and labels is not None else use_cache,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+                output_router_logits=output_router_logits,
+                return_dict=True,
+                **cache_argument(either_cache(cache, past_key_values)),
+                **kwargs,
+            )
+        )
+        hidden = outputs.pop("last_hidden_state")
+        logits, losses = None, {}
+        if labels is not None and self.config.loss_chunk_size is not None:
+            losses = self._chunked_loss(hidden, labels, **kwargs)
+        else:
+            positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self._head(hidden[:, positions, :])
+            losses = {} if labels is None else self._loss(logits, labels, **kwargs)
+        losses |= self._expert_loss(outputs.get("router_logits"), attention_mask, losses.get("loss"))
+        result = MharCausalLMOutput(logits=logits, **losses, **outputs)
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.config.family.scale_logits(self.config, self.lm_head(hidden))
+
+    @property
+    def _z_coefficient(self) -> float:
+        return self.config.z_loss if self.training else 0.0
+
+    def _loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if not self._z_coefficient:
+            return {"loss": loss}
+        ignore_index = kwargs.get("ignore_index", -100)
+        targets = shifted_targets(labels, kwargs.get("shift_labels"), ignore_index).to(logits.device)
+        z_sum = squared_log_partition(logits.float(), targets, ignore_index)
+        z_loss = self._z_coefficient * z_sum / num_targets(targets, kwargs.get("num_items_in_batch"), ignore_index)
+        return {"loss": loss + z_loss, "z_loss": z_loss}
+
+    def _chunked_loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Any = None,
+        shift_labels: Tensor | None = None,
+        ignore_index: int = -100,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        coefficient, chunk_size = self._z_coefficient, self.config.loss_chunk_size
+        assert chunk_size is not None
+        targets = shifted_targets(labels, shift_labels, ignore_index).to(hidden.device)
+        sums = chunked_loss(
+            self._head, hidden, targets, chunk_size, with_z=bool(coefficient), ignore_index=ignore_index
+        )
+        count = num_targets(targets, num_items_in_batch, ignore_index)
+        loss, z_loss = sums[0] / count, coefficient * sums[1] / count
+        return {"loss": loss + z_loss, "z_loss": z_loss} if coefficient else {"loss": loss}
+
+    def _expert_loss(self, router_logits: Any, attention_mask: Any, loss: Tensor | None) -> dict[str, Tensor]:
+        """Load-balancing loss of sparse families, as the stock model adds it."""
+        if not router_logits:
+            return {}
+        mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+        aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, mask)
+        added = {} if loss is None else {"loss": loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)}
+        return {"aux_loss": aux_loss, **added}
