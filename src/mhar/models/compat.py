@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask
 
 from mhar.errors import InputError
@@ -26,3 +27,13 @@ def either_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | 
 def cache_argument(cache: Cache | None) -> dict[str, Any]:
     """The cache as a keyword argument (or output field) of the installed version's name."""
     return {CACHE_NAME: cache}
+
+
+def register_expert_layout(model_type: str) -> None:
+    """Let models of `model_type` read and write experts one by one, as checkpoints of sparse families store them.
+
+    transformers keeps such layouts by model type; the names of dense families match none of its rules.
+    """
+    mapping = get_checkpoint_conversion_mapping("qwen3_moe") or get_checkpoint_conversion_mapping("qwen2_moe")
+    assert mapping is not None
+    register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
