@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mhar.routing.router import SiteRead
+    from mhar.routing.hooks import SiteRead
 
 
 class RoutingMap:
