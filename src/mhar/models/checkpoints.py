@@ -1,41 +1,11 @@
-"""Loading that leaves nothing unsaid: safetensors only, and every missing or unexpected key is an error."""
+"""Checks of a checkpoint: safetensors only, and every missing or unexpected key is named."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from mhar.errors import CheckpointError
 
 UNSAFE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-class StrictLoading:
-    """Mixin for `PreTrainedModel` subclasses."""
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, strict: bool = True, **kwargs: Any
-    ) -> Self | tuple[Self, dict[str, Any]]:
-        """transformers' `from_pretrained`, strict.
-
-        Args:
-            pretrained_model_name_or_path: a folder or a name, as in transformers; weights must be safetensors.
-            strict: raise when the checkpoint lacks parameters of the model or brings others. False initialises the
-                missing ones, which is how a pretrained base gets routing that has not been trained yet.
-            args, kwargs: as in transformers.
-
-        Raises:
-            CheckpointError: no safetensors file, or (strict) missing or unexpected keys, all listed.
-        """
-        refuse_unsafe(pretrained_model_name_or_path)
-        with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
-            pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True, "output_loading_info": True}
-        )
-        if strict:
-            check_keys(
-                pretrained_model_name_or_path, info, ignored_prefix=() if hasattr(model, "lm_head") else ("lm_head.",)
-            )
-        return (model, info) if with_info else model
 
 
 def refuse_unsafe(folder: Any) -> None:
@@ -50,10 +20,10 @@ def refuse_unsafe(folder: Any) -> None:
     )
 
 
-def check_keys(source: Any, info: dict[str, Any], ignored_prefix: tuple[str, ...] = ()) -> None:
-    """Raise CheckpointError that lists all missing and unexpected keys of transformers' loading info."""
+def check_keys(source: Any, info: dict[str, Any], ignored: str | None = None) -> None:
+    """Raise CheckpointError with all missing and unexpected keys of transformers' loading info but those `ignored`."""
     missing = sorted(info["missing_keys"])
-    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(ignored_prefix or ("\0",)))
+    unexpected = sorted(key for key in info["unexpected_keys"] if ignored is None or not key.startswith(ignored))
     if not missing and not unexpected:
         return
     lines = [f"checkpoint {source} does not fit the model"]

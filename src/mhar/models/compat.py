@@ -34,6 +34,6 @@ def register_expert_layout(model_type: str) -> None:
 
     transformers keeps such layouts by model type; the names of dense families match none of its rules.
     """
-    mapping = get_checkpoint_conversion_mapping("qwen3_moe") or get_checkpoint_conversion_mapping("qwen2_moe")
+    mapping: Any = get_checkpoint_conversion_mapping("qwen3_moe") or get_checkpoint_conversion_mapping("qwen2_moe")
     assert mapping is not None
     register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)

@@ -81,7 +81,7 @@ class MharConfig(PreTrainedConfig):
         if isinstance(routing, str):
             routing = RoutingConfig.named(routing)
         family_of(base.model_type)
-        values = {**inherited_fields(base), **fields, "base_model_type": base.model_type}
+        values: dict[str, Any] = {**inherited_fields(base), **fields, "base_model_type": base.model_type}
         return cls(routing=None if routing is None else routing.to_dict(), **values)
 
     @property

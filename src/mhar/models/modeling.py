@@ -1,7 +1,8 @@
 """`MharModel` and `MharForCausalLM`: one decoder loop for every family and every variant."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from mhar.errors import InputError
-from mhar.models.checkpoints import StrictLoading
+from mhar.models.checkpoints import check_keys, refuse_unsafe
 from mhar.models.compat import cache_argument, either_cache
 from mhar.models.configuration import MharConfig
 from mhar.models.families import base_model_class
@@ -19,10 +20,13 @@ from mhar.models.loss import chunked_loss, load_balancing_loss, num_targets, shi
 from mhar.models.outputs import Collected, MharCausalLMOutput, MharModelOutput
 from mhar.routing import DepthHistory, DepthRouter
 
-MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASKS: dict[str, Callable[..., Any]] = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 
 
-class MharPreTrainedModel(StrictLoading, PreTrainedModel):
+class MharPreTrainedModel(PreTrainedModel):
     """What both models share: capabilities, initialisation, strict loading."""
 
     config_class = MharConfig
@@ -34,6 +38,31 @@ class MharPreTrainedModel(StrictLoading, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, pretrained_model_name_or_path: Any, *args: Any, strict: bool = True, **kwargs: Any
+    ) -> Self:
+        """transformers' `from_pretrained`, strict.
+
+        Args:
+            pretrained_model_name_or_path: a folder or a name, as in transformers; weights must be safetensors.
+            strict: raise when the checkpoint lacks parameters of the model or brings others. False initialises the
+                missing ones, which is how a pretrained base gets routing that has not been trained yet.
+            args, kwargs: as in transformers.
+
+        Raises:
+            CheckpointError: no safetensors file, or (strict) missing or unexpected keys, all listed.
+        """
+        refuse_unsafe(pretrained_model_name_or_path)
+        with_info = kwargs.pop("output_loading_info", False)
+        kwargs |= {"use_safetensors": True, "output_loading_info": True}
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, info = loaded
+        if strict:
+            # A decoder may be loaded from a checkpoint that also has the head.
+            check_keys(pretrained_model_name_or_path, info, ignored="lm_head." if cls is MharModel else None)
+        return loaded if with_info else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -57,9 +86,14 @@ class MharModel(MharPreTrainedModel):
     `router.*` and nothing else.
     """
 
+    embed_tokens: nn.Module
+    layers: Any  # nn.ModuleList of the family's decoder layers
+    norm: nn.Module
+    rotary_emb: nn.Module
+
     def __init__(self, config: MharConfig) -> None:
         super().__init__(config)
-        base = base_model_class(config.base_model_type)(config)
+        base: Any = base_model_class(config.base_model_type)(config)
         self.embed_tokens = base.embed_tokens
         self.layers = base.layers
         self.norm = base.norm
@@ -176,7 +210,7 @@ class MharModel(MharPreTrainedModel):
         """Attention mask of each layer type that the model has."""
         if isinstance(attention_mask, dict):
             return attention_mask
-        arguments = {
+        arguments: dict[str, Any] = {
             "config": self.config,
             "inputs_embeds": hidden,
             "attention_mask": attention_mask,
@@ -185,12 +219,11 @@ class MharModel(MharPreTrainedModel):
         }
         return {layer_type: MASKS[layer_type](**arguments) for layer_type in dict.fromkeys(self.layer_types)}
 
-    def _rotations(self, hidden: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def _rotations(self, hidden: Tensor, position_ids: Tensor) -> Mapping[str, Any]:
         """Rotary position embedding (cos, sin) of each layer type that the model has."""
-        layer_types = dict.fromkeys(self.layer_types)
         if self.config.family.rope_per_layer_type:
-            return {layer_type: self.rotary_emb(hidden, position_ids, layer_type) for layer_type in layer_types}
-        return dict.fromkeys(layer_types, self.rotary_emb(hidden, position_ids))
+            return {name: self.rotary_emb(hidden, position_ids, name) for name in dict.fromkeys(self.layer_types)}
+        return dict.fromkeys(self.layer_types, self.rotary_emb(hidden, position_ids))
 
     def _wants_dict(self, return_dict: bool | None) -> bool:
         return bool(self.config.return_dict if return_dict is None else return_dict)
@@ -199,7 +232,7 @@ class MharModel(MharPreTrainedModel):
 class MharForCausalLM(MharPreTrainedModel, GenerationMixin):
     """`MharModel` with a language-model head."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (as transformers declares it)
 
     def __init__(self, config: MharConfig) -> None:
         super().__init__(config)
@@ -267,7 +300,8 @@ class MharForCausalLM(MharPreTrainedModel, GenerationMixin):
         return self.config.z_loss if self.training else 0.0
 
     def _loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss_function: Any = self.loss_function
+        loss: Tensor = loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         if not self._z_coefficient:
             return {"loss": loss}
         ignore_index = kwargs.get("ignore_index", -100)

@@ -73,9 +73,9 @@ class Collected:
         finally:
             handle.remove()
 
-    def fields(self, last: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    def fields(self, last: Tensor) -> dict[str, Any]:
         """What was collected as output fields; `last` ends the hidden states."""
-        fields: dict[str, tuple[Tensor, ...]] = {}
+        fields: dict[str, Any] = {}
         if self.hidden_states is not None:
             fields["hidden_states"] = (*self.hidden_states, last)
         if self._attentions is not None:
