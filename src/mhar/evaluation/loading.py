@@ -47,7 +47,8 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{name!r} cannot be loaded as a causal language model: {error}") from error
-    model = torch.nn.Module.to(model, place).eval()
+    model.eval()
+    torch.nn.Module.to(model, place)
     info = {
         "name": name,
         "type": model.config.model_type,

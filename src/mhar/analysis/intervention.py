@@ -1,0 +1,108 @@
+"""What an intervention costs: loss change of every sequence, with a paired interval."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mhar.analysis.probe import find_router
+from mhar.analysis.routing_map import RoutingMap
+from mhar.errors import InputError
+from mhar.evaluation.statistics import paired_bootstrap
+from mhar.routing.interventions import Change, freeze, parse
+
+FREEZE = "freeze"
+
+
+@dataclass(frozen=True, slots=True)
+class InterventionEffect:
+    """Mean loss with and without, in nats per token, and the interval of the change over sequences."""
+
+    intervention: str
+    loss: float
+    changed_loss: float
+    loss_change: float
+    low: float
+    high: float
+    p_value: float
+    n: int
+
+
+def parse_all(model: nn.Module, texts: Sequence[str]) -> list[Change | str]:
+    """Interventions from text, checked against the model; "freeze" is made later, from the routing it records.
+
+    Raises:
+        InputError, ConfigurationError: an unknown intervention, or a site, source or head that does not exist.
+    """
+    router = find_router(model)
+    changes: list[Change | str] = [FREEZE if text == FREEZE else parse(text) for text in texts]
+    for change in changes:
+        if isinstance(change, Change):
+            change.check(router.plan, router.num_heads)
+    return changes
+
+
+@torch.inference_mode()
+def sequence_losses(model: Any, batches: Iterable[Tensor]) -> NDArray[np.float64]:
+    """Mean next-token loss of each sequence, in nats per token: [sequences]."""
+    losses: list[Tensor] = []
+    for input_ids in batches:
+        input_ids = input_ids.to(model.device)
+        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+        nats = F.cross_entropy(logits.flatten(0, 1).float(), input_ids[:, 1:].flatten(), reduction="none")
+        losses.append(nats.view(len(input_ids), -1).double().mean(dim=1).cpu())
+    if not losses:
+        raise InputError("no sequence to measure an intervention on")
+    return torch.cat(losses).numpy()
+
+
+def effects(
+    model: nn.Module, batches: Sequence[Tensor], changes: Sequence[Change | str], *, seed: int = 0
+) -> list[InterventionEffect]:
+    """The effect of each intervention alone, on the same sequences; the model is the same afterwards.
+
+    "freeze" replaces the routing by its own token means over `batches`: what is lost is what depends on the input.
+    """
+    router = find_router(model)
+    recorded = RoutingMap()
+    with router.observe(recorded):
+        before = sequence_losses(model, batches)
+    found: list[InterventionEffect] = []
+    for change in changes:
+        active = freeze({name: recorded.mean(name) for name in recorded.sums}) if isinstance(change, str) else change
+        with router.intervene(active):
+            after = sequence_losses(model, batches)
+        name = change if isinstance(change, str) else change.name
+        found.append(_effect(name, before, after, seed))
+    return found
+
+
+def _effect(name: str, before: NDArray[np.float64], after: NDArray[np.float64], seed: int) -> InterventionEffect:
+    paired = paired_bootstrap(before, after, seed=seed)
+    return InterventionEffect(
+        name,
+        float(before.mean()),
+        float(after.mean()),
+        paired.difference,
+        paired.low,
+        paired.high,
+        paired.p_value,
+        paired.n,
+    )
+
+
+def to_dict(found: Sequence[InterventionEffect]) -> dict[str, Any]:
+    """For `interventions.json`."""
+    return {"rows": [asdict(effect) for effect in found]}
+
+
+def markdown(found: Sequence[InterventionEffect]) -> str:
+    """The effects as a Markdown table."""
+    lines = ["| intervention | loss change (nats/token) | 95 % interval | sequences |", "|---|---|---|---|"]
+    lines += [f"| {e.intervention} | {e.loss_change:+.4f} | [{e.low:+.4f}, {e.high:+.4f}] | {e.n} |" for e in found]
+    return "\n".join(lines)
