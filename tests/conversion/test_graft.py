@@ -116,9 +116,9 @@ class Subclass(LlamaForCausalLM):
 
 def test_models_that_are_not_plain_language_models_are_refused(make_base, tmp_path: Path):
     base = make_base()
-    with pytest.raises(CheckpointError, match="must hold a LlamaForCausalLM.*got LlamaModel"):
+    with pytest.raises(CheckpointError, match=r"must hold a LlamaForCausalLM.*got LlamaModel"):
         mhar.convert(LlamaModel(base.config))
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM.*got Subclass"):
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM.*got Subclass"):
         mhar.convert(Subclass(base.config))
     with pytest.raises(CheckpointError, match="encoder"):
         mhar.convert(AutoModelForMaskedLM.from_config(BertConfig(num_hidden_layers=1, hidden_size=24)))
@@ -128,7 +128,7 @@ def test_models_that_are_not_plain_language_models_are_refused(make_base, tmp_pa
         mhar.convert(torch.nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match="revision belongs to a hub name"):
         mhar.convert(base, revision="main")
-    with pytest.raises(CheckpointError, match="no folder .*not a hub name"):
+    with pytest.raises(CheckpointError, match=r"no folder .*not a hub name"):
         mhar.convert(tmp_path / "missing")
 
 
