@@ -24,6 +24,10 @@ class CheckpointError(MharError):
     """A checkpoint that cannot be loaded or converted as asked."""
 
 
+class BackendError(MharError):
+    """A backend was asked for where it cannot run, or for something that it cannot compute."""
+
+
 class DependencyError(MharError, ImportError):
     """An optional dependency is missing; the message names the extra that brings it."""
 
