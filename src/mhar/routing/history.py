@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from mhar.errors import InputError, OrderError
+from mhar.ops.backend import resolve_backend
 from mhar.ops.functional import depth_read
 from mhar.ops.reference import compute_dtype, mix
 from mhar.routing.hooks import SiteRead
 from mhar.routing.plan import SitePlan
 
 if TYPE_CHECKING:
+    from mhar.routing.engine import FusedPass
     from mhar.routing.router import DepthRouter
 
 
@@ -37,6 +39,8 @@ class DepthHistory:
         self._stream: Tensor | None = None if self._config.read == "replace" else embedding
         self._block_start = embedding  # the stream at the start of the current block (add reads of blocks)
         self._partial: Tensor | None = None  # sum over the current block (replace reads of blocks)
+        self._newest = embedding
+        self._fused = None if self._hooks else _start_fused(router, embedding, self._row_dtype)
         self._partials: dict[int, Tensor] = {}  # per site, for `weights`; kept only where autograd keeps them anyway
 
     def read(self, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -52,6 +56,9 @@ class DepthHistory:
         """
         self._check_read_order()
         self._read_done = True
+        if self._fused is not None:
+            self._check_versions(1)
+            return self._fused.read(self._index, self._newest, norm)
         hidden = self._read(self._router.plan[self._index])
         return hidden if norm is None else norm(hidden)
 
@@ -66,6 +73,10 @@ class DepthHistory:
         self._check_output(output)
         self._index += 1
         self._read_done = False
+        if self._fused is not None:
+            self._newest = self._rows[0] = output
+            self._versions[0] = _version(output)
+            return
         if self._stream is not None:
             self._stream = self._stream + output
         if self._config.read == "none":
@@ -154,8 +165,11 @@ class DepthHistory:
         return query[plan.row], norm_weight[plan.row]
 
     def _sources(self, plan: SitePlan) -> list[Tensor]:
-        self._check_versions(plan.num_rows)
-        sources = self._rows[: plan.num_rows]
+        if self._fused is not None:
+            sources = self._fused.rows(plan.num_rows)
+        else:
+            self._check_versions(plan.num_rows)
+            sources = self._rows[: plan.num_rows]
         if plan.has_null:
             null = self._router.null_source
             assert null is not None
@@ -236,6 +250,21 @@ class DepthHistory:
         for index in range(num_rows):
             if self._versions[index] != _version(self._rows[index]):
                 raise InputError(f"source {index} was modified in place after it was appended; sources must not change")
+
+
+def _start_fused(router: "DepthRouter", embedding: Tensor, row_dtype: torch.dtype) -> "FusedPass | None":
+    """The fused path where the backend is Triton; None for the reads one by one.
+
+    Inside torch.compile reads also run one by one, as opaque operators: the fused path keeps state between calls.
+    """
+    if torch.compiler.is_compiling() or router.config.read == "none":
+        return None
+    sample = embedding if embedding.dtype == row_dtype else embedding.new_empty((0, router.width), dtype=row_dtype)
+    if resolve_backend(router.backend, sample) != "triton":
+        return None
+    from mhar.routing.engine import start_fused
+
+    return start_fused(router, embedding, row_dtype)
 
 
 def _history_dtype(embedding: Tensor) -> torch.dtype:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from mhar.errors import ConfigurationError, InputError
 from mhar.ops.functional import Backend, check_heads, resolve_backend
+from mhar.ops.kernel_cache import KernelCache
+from mhar.ops.schedule import Schedule, check_schedule
 from mhar.routing.config import RoutingConfig, check_count, check_eps
 from mhar.routing.history import DepthHistory
 from mhar.routing.hooks import Hooks, Intervention, Observer
@@ -26,6 +28,8 @@ class DepthRouter(nn.Module):
         eps: of the keys' RMSNorm; the model's `rms_norm_eps`.
         config: what is routed; `RoutingConfig.named("mhar")` by default.
         backend: "auto", "triton" or "reference", as in :func:`mhar.ops.depth_read`.
+        schedule: which sites share a pass over the history in the Triton backend: "auto", "dense" (none) or the length
+            of a block of sites, 1 to 16. The function is the same.
 
     Parameters (P counts the sites that own parameters, `site_rows` maps a site to its row or None):
         query [P, D]: zeros, so that every site starts as the mean of its sources.
@@ -48,6 +52,7 @@ class DepthRouter(nn.Module):
         eps: float = 1e-6,
         config: RoutingConfig | None = None,
         backend: Backend = "auto",
+        schedule: Schedule = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -59,6 +64,9 @@ class DepthRouter(nn.Module):
         resolve_backend(backend)
         self.num_sites, self.width, self.eps = num_sites, width, check_eps(eps)
         self.backend: Backend = backend
+        check_schedule(schedule)
+        self.schedule: Schedule = schedule
+        self.kernels = KernelCache()
         self.plan: tuple[SitePlan, ...] = routing_plan(self.config, num_sites)
         self.site_rows: tuple[int | None, ...] = tuple(site.row for site in self.plan)
         rows = sum(row is not None for row in self.site_rows)

@@ -1,0 +1,342 @@
+# ruff: noqa: RUF005  (Triton compiles neither unpacking nor code after a constant branch)
+"""Passes that many sites share: one read of the source rows (forward) or of the gradients (backward) serves a block.
+
+`partial_mix_kernel`   forward: a block of sites against rows that all exist before the block
+`pull_kernel`          backward: a block of rows gathers its gradient from the sites of later blocks
+`scatter_kernel`       backward: a block of sites adds its gradient to all rows it read (block sources)
+`query_gradient_kernel` backward: gradient of query * norm_weight, summed over positions and rows
+
+A program owns one (position, head): the rows of a position lie together, so a tile is [16 rows, K channels] at constant
+strides. Softmax weights enter the products as two bfloat16 terms (EXACT=False) or in float32 (EXACT=True).
+"""
+
+import triton
+import triton.language as tl
+
+from mhar.ops.triton.common import dot, operand
+from mhar.ops.triton.storage import stored
+
+TILE = 16  # sites and rows of a tensor-core tile
+
+
+@triton.jit(do_not_specialize=["site0", "num_sites", "slot0", "row0", "row1", "VR", "S"])
+def partial_mix_kernel(
+    V, R, AH, AL, P, LSEP, SCALE, site0, num_sites, slot0, row0, row1, VR, S,
+    H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
+    MERGE: tl.constexpr, SCALED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """P, LSEP of sites [site0, site0 + num_sites) over rows [row0, row1); MERGE continues an earlier partial mix.
+
+    SCALED divides P by the largest row norm (SCALE) so that float16 holds it: |v r| <= sqrt(D) whatever v is.
+    """
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == KC * NT
+    p = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    si = tl.arange(0, TS)
+    ni = tl.arange(0, TS)
+    ki = tl.arange(0, KC)
+    smask = si < num_sites
+    v_base = V + p * VR * D + h * K
+    p_base = P + (p * S + slot0) * D + h * K + si[:, None] * D + ki[None, :]
+    side = (p * H + h) * S + slot0 + si
+    ah = ()
+    al = ()
+    acc = ()
+    for j in tl.static_range(NT):
+        mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
+        at = (site0 + si)[:, None] * D + h * K + j * KC + ki[None, :]
+        ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
+        if not EXACT:
+            al = al + (tl.load(AL + at, mask=mask, other=0.0),)
+    smallest_r = tl.full((), float("inf"), tl.float32)
+    if MERGE:
+        m = tl.load(LSEP + side, mask=smask, other=0.0)
+        z = tl.full((TS,), 1.0, tl.float32)
+        scale = tl.load(SCALE + side, mask=smask, other=1.0) if SCALED else 1.0
+        for j in tl.static_range(NT):
+            mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
+            x = tl.load(p_base + j * KC, mask=mask, other=0.0).to(tl.float32)
+            acc = acc + (x * scale[:, None] if SCALED else x,)
+        if SCALED:
+            smallest_r = 1.0 / tl.max(scale, axis=0)
+    else:
+        m = tl.full((TS,), -1e30, tl.float32)
+        z = tl.zeros((TS,), tl.float32)
+        for _ in tl.static_range(NT):
+            acc = acc + (tl.zeros((TS, KC), tl.float32),)
+    for n0 in tl.range(row0, row1, TS, num_stages=STAGES):
+        n = n0 + ni
+        nmask = n < row1
+        r = tl.load(R + p * VR + n, mask=nmask, other=float("inf"))
+        smallest_r = tl.minimum(smallest_r, tl.min(r, axis=0))
+        r = tl.where(nmask, r, 0.0)
+        v = ()
+        for j in tl.static_range(NT):
+            mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
+            x = tl.load(v_base + n[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            v = v + (operand(x, EXACT),)
+        logits = tl.zeros((TS, TS), tl.float32)
+        for j in tl.static_range(NT):
+            vt = tl.trans(v[j])
+            logits = dot(ah[j], vt, logits, PRECISION)
+            if not EXACT:
+                logits = dot(al[j], vt, logits, PRECISION)
+        logits = tl.where(nmask[None, :], logits * r[None, :], -1e30)
+        new_m = tl.maximum(m, tl.max(logits, axis=1))
+        alpha = tl.exp(m - new_m)
+        e = tl.exp(logits - new_m[:, None])
+        z = z * alpha + tl.sum(e, axis=1)
+        m = new_m
+        eh = e if EXACT else stored(e, v[0].dtype)
+        new_acc = ()
+        for j in tl.static_range(NT):
+            x = dot(eh, v[j], acc[j] * alpha[:, None], PRECISION)
+            if not EXACT:
+                x = dot(stored(e - eh.to(tl.float32), v[0].dtype), v[j], x, PRECISION)
+            new_acc = new_acc + (x,)
+        acc = new_acc
+    inverse = 1.0 / z
+    if SCALED:
+        inverse = inverse * smallest_r
+        tl.store(SCALE + side, tl.zeros((TS,), tl.float32) + 1.0 / smallest_r, mask=smask)
+    for j in tl.static_range(NT):
+        mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
+        tl.store(p_base + j * KC, stored(acc[j] * inverse[:, None], P.dtype.element_ty), mask=mask)
+    tl.store(LSEP + side, m + tl.log(z), mask=smask)
+
+
+@triton.jit(do_not_specialize=["row0", "num_rows", "slot0", "site0", "site1", "VR", "VS", "S", "MP"])
+def pull_kernel(
+    V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, row0, num_rows, slot0, site0, site1, VR, VS, S, MP,
+    H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
+    HAS_GATE: tl.constexpr, MERGE: tl.constexpr, A_LOW: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """G, T, DL of rows [row0, row0 + num_rows) from sites [site0, site1), which all read these rows.
+
+    MERGE adds to an earlier G and T. The gradients stay in registers while the sites' DOUT streams by.
+    """
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == KC * NT
+    p = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    ni = tl.arange(0, TS)
+    si = tl.arange(0, TS)
+    ki = tl.arange(0, KC)
+    nmask = ni < num_rows
+    g_base = G + (p * S + slot0) * D + h * K + ni[:, None] * D + ki[None, :]
+    t_at = T + (p * H + h) * S + slot0 + ni
+    dl_base = DL + ((p * H + h) * S + slot0) * MP
+    r = tl.load(R + p * VR + row0 + ni, mask=nmask, other=0.0)
+    v = ()
+    acc = ()
+    for j in tl.static_range(NT):
+        mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
+        x = tl.load(V + (p * VR + row0) * D + h * K + ni[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+        v = v + (operand(x, EXACT),)
+        if MERGE:
+            acc = acc + (tl.load(g_base + j * KC, mask=mask, other=0.0),)
+        else:
+            acc = acc + (tl.zeros((TS, KC), tl.float32),)
+    t = tl.zeros((TS,), tl.float32)
+    if MERGE:
+        t = tl.load(t_at, mask=nmask, other=0.0)
+    for s0 in tl.range(site0, site1, TS, num_stages=STAGES):
+        s = s0 + si
+        smask = s < site1
+        both = nmask[:, None] & smask[None, :]
+        lse = tl.load(LSE + (p * H + h) * MP + s, mask=smask, other=0.0)
+        c = tl.load(C + (p * H + h) * MP + s, mask=smask, other=0.0)
+        d = ()
+        ah = ()
+        al = ()
+        for j in tl.static_range(NT):
+            mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
+            x = tl.load(DOUT + p * VS * D + h * K + s[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            d = d + (operand(x, EXACT),)
+            at = s[:, None] * D + h * K + j * KC + ki[None, :]
+            ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
+            if not EXACT:
+                al = al + (tl.load(AL + at, mask=mask, other=0.0),)
+        logits = tl.zeros((TS, TS), tl.float32)
+        dw = tl.zeros((TS, TS), tl.float32)
+        for j in tl.static_range(NT):
+            dw = dot(v[j], tl.trans(d[j]), dw, PRECISION)
+            logits = dot(v[j], tl.trans(ah[j]), logits, PRECISION)
+            if not EXACT:
+                logits = dot(v[j], tl.trans(al[j]), logits, PRECISION)
+        logits = logits * r[:, None]
+        w = tl.where(both, tl.exp(logits - lse[None, :]), 0.0)
+        if HAS_GATE:
+            w = w * tl.load(GATE + s, mask=smask, other=0.0)[None, :]
+        dl = w * (dw - c[None, :])
+        t += tl.sum(dl * logits, axis=1)
+        dl = dl * r[:, None]
+        dl_h = dl if EXACT else stored(dl, v[0].dtype)
+        tl.store(dl_base + ni[:, None] * MP + s[None, :], dl_h, mask=both)
+        wh = w if EXACT else stored(w, v[0].dtype)
+        new_acc = ()
+        for j in tl.static_range(NT):
+            x = dot(wh, d[j], acc[j], PRECISION)
+            if not EXACT:
+                x = dot(stored(w - wh.to(tl.float32), v[0].dtype), d[j], x, PRECISION)
+            x = dot(dl_h, ah[j], x, PRECISION)
+            if A_LOW and not EXACT:
+                x = dot(dl_h, al[j], x, PRECISION)
+            new_acc = new_acc + (x,)
+        acc = new_acc
+    for j in tl.static_range(NT):
+        mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
+        tl.store(g_base + j * KC, acc[j], mask=mask)
+    tl.store(t_at, t, mask=nmask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "slot0", "site0", "num_sites", "VR", "VS", "MP"])
+def scatter_kernel(
+    V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, num_rows, slot0, site0, num_sites, VR, VS, MP,
+    H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
+    HAS_GATE: tl.constexpr, MERGE: tl.constexpr, INLINE_C: tl.constexpr, ONE_TILE: tl.constexpr, A_LOW: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """G, T (+)= gradients of rows [0, num_rows) from the sites [site0, site0 + num_sites), all of which read them.
+
+    The sites' DOUT (slots from slot0 on) stays in registers while the rows stream by. INLINE_C: C holds what the
+    softmax coupling term gets from sources outside the rows; the kernel adds the rows' share and stores the whole.
+    """
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == KC * NT
+    p = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    si = tl.arange(0, TS)
+    ni = tl.arange(0, TS)
+    ki = tl.arange(0, KC)
+    smask = si < num_sites
+    v_base = V + p * VR * D + h * K
+    g_base = G + p * VR * D + h * K
+    side = (p * H + h) * MP + site0 + si
+    d = ()
+    ah = ()
+    al = ()
+    for j in tl.static_range(NT):
+        mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
+        at = (p * VS + slot0) * D + h * K + si[:, None] * D + j * KC + ki[None, :]
+        d = d + (operand(tl.load(DOUT + at, mask=mask, other=0.0), EXACT),)
+        at = (site0 + si)[:, None] * D + h * K + j * KC + ki[None, :]
+        ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
+        if not EXACT:
+            al = al + (tl.load(AL + at, mask=mask, other=0.0),)
+    lse = tl.load(LSE + side, mask=smask, other=0.0)
+    c = tl.load(C + side, mask=smask, other=0.0)
+    if INLINE_C and not ONE_TILE:
+        for n0 in tl.range(0, num_rows, TS, num_stages=1):
+            n = n0 + ni
+            nmask = n < num_rows
+            r = tl.load(R + p * VR + n, mask=nmask, other=0.0)
+            dw = tl.zeros((TS, TS), tl.float32)
+            logits = tl.zeros((TS, TS), tl.float32)
+            for j in tl.static_range(NT):
+                mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
+                x = tl.load(v_base + n[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+                x = operand(x, EXACT)
+                dw = dot(x, tl.trans(d[j]), dw, PRECISION)
+                logits = dot(x, tl.trans(ah[j]), logits, PRECISION)
+                if not EXACT:
+                    logits = dot(x, tl.trans(al[j]), logits, PRECISION)
+            w = tl.where(nmask[:, None] & smask[None, :], tl.exp(logits * r[:, None] - lse[None, :]), 0.0)
+            c += tl.sum(w * dw, axis=0)
+    if HAS_GATE:
+        gate = tl.load(GATE + site0 + si, mask=smask, other=0.0)
+    for n0 in tl.range(0, num_rows, TS, num_stages=STAGES):
+        n = n0 + ni
+        nmask = n < num_rows
+        both = nmask[:, None] & smask[None, :]
+        r = tl.load(R + p * VR + n, mask=nmask, other=0.0)
+        v = ()
+        for j in tl.static_range(NT):
+            mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
+            x = tl.load(v_base + n[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            v = v + (operand(x, EXACT),)
+        dw = tl.zeros((TS, TS), tl.float32)
+        logits = tl.zeros((TS, TS), tl.float32)
+        for j in tl.static_range(NT):
+            dw = dot(v[j], tl.trans(d[j]), dw, PRECISION)
+            logits = dot(v[j], tl.trans(ah[j]), logits, PRECISION)
+            if not EXACT:
+                logits = dot(v[j], tl.trans(al[j]), logits, PRECISION)
+        logits = logits * r[:, None]
+        w = tl.where(both, tl.exp(logits - lse[None, :]), 0.0)
+        if INLINE_C and ONE_TILE:
+            c += tl.sum(w * dw, axis=0)
+        if HAS_GATE:
+            w = w * gate[None, :]
+        dl = w * (dw - c[None, :])
+        t = tl.sum(dl * logits, axis=1)
+        dl = dl * r[:, None]
+        dl_h = dl if EXACT else stored(dl, v[0].dtype)
+        tl.store(DL + ((p * H + h) * VR + n)[:, None] * MP + (site0 + si)[None, :], dl_h, mask=both)
+        wh = w if EXACT else stored(w, v[0].dtype)
+        for j in tl.static_range(NT):
+            mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
+            at = n[:, None] * D + j * KC + ki[None, :]
+            x = tl.zeros((TS, KC), tl.float32)
+            if MERGE:
+                x = tl.load(g_base + at, mask=mask, other=0.0)
+            x = dot(wh, d[j], x, PRECISION)
+            if not EXACT:
+                x = dot(stored(w - wh.to(tl.float32), v[0].dtype), d[j], x, PRECISION)
+            x = dot(dl_h, ah[j], x, PRECISION)
+            if A_LOW and not EXACT:
+                x = dot(dl_h, al[j], x, PRECISION)
+            tl.store(g_base + at, x, mask=mask)
+        t_at = T + (p * H + h) * VR + n
+        if MERGE:
+            t += tl.load(t_at, mask=nmask, other=0.0)
+        tl.store(t_at, t, mask=nmask)
+    if INLINE_C:
+        tl.store(C + side, c, mask=smask)
+
+
+@triton.jit(do_not_specialize=["row0", "num_rows", "site0", "site1", "tokens", "split", "VR", "S", "MP", "M"])
+def query_gradient_kernel(
+    DL, V, DA, row0, num_rows, site0, site1, tokens, split, VR, S, MP, M,
+    H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr, PB: tl.constexpr,
+    LOWER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """DA[part, s] += sum over the part's positions and rows [row0, row0 + num_rows) of DL * v, in a fixed order.
+
+    The contraction index runs over (position, row slot): PB positions of `TILE` slots. LOWER: site s reads row n only
+    if n <= s, and DL above that diagonal was never written.
+    """
+    D: tl.constexpr = H * K
+    part = tl.program_id(1)
+    h = tl.program_id(0) % H
+    kb = (tl.program_id(0) // H) * (KC * NT)
+    s = site0 + tl.program_id(2) * TS + tl.arange(0, TS)
+    smask = s < site1
+    i = tl.arange(0, PB * 16)
+    slot = i % 16
+    ki = tl.arange(0, KC)
+    acc = ()
+    for _ in tl.static_range(NT):
+        acc = acc + (tl.zeros((TS, KC), tl.float32),)
+    last = tl.minimum((part + 1) * split, tokens)
+    for p0 in tl.range(part * split, last, PB, num_stages=STAGES):
+        p = (p0 + i // 16).to(tl.int64)
+        rows = (p < last) & (slot < num_rows)
+        mask = rows[None, :] & smask[:, None]
+        if LOWER:
+            mask = mask & ((row0 + slot)[None, :] <= s[:, None])
+        dl = tl.load(DL + ((p * H + h) * S + slot)[None, :] * MP + s[:, None], mask=mask, other=0.0)
+        new_acc = ()
+        for j in tl.static_range(NT):
+            k = kb + j * KC + ki[None, :]
+            vmask = rows[:, None] & (k < K)
+            x = tl.load(V + (p * VR + row0 + slot)[:, None] * D + h * K + k, mask=vmask, other=0.0)
+            new_acc = new_acc + (dot(dl, operand(x, EXACT), acc[j], PRECISION),)
+        acc = new_acc
+    for j in tl.static_range(NT):
+        k = kb + j * KC + ki[None, :]
+        mask = smask[:, None] & (k < K)
+        at = DA + (part * M + s)[:, None].to(tl.int64) * D + h * K + k
+        tl.store(at, tl.load(at, mask=mask, other=0.0) + acc[j], mask=mask)

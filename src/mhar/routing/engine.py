@@ -1,0 +1,191 @@
+"""The fused path behind `DepthHistory`: one autograd function per site over buffers that all sites of a pass share.
+
+Each site's function takes the newest source and returns what the next sublayer reads. The gradients of all routing
+parameters leave at the first site's function, when they are complete. A zero-size token runs from site to site, so that
+the backward calls come in reverse order even where a sublayer is frozen or detached.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mhar.ops.schedule import sublayer_schedule
+from mhar.ops.triton.block import BlockPass
+from mhar.ops.triton.parameters import SiteParameters
+from mhar.ops.triton.passes import SAVED_TENSORS, RoutedPass, Saved
+from mhar.ops.triton.sublayer import SublayerPass
+from mhar.ops.triton.tuning import tuning_for
+
+if TYPE_CHECKING:
+    from mhar.routing.router import DepthRouter
+
+Norm = Callable[[Tensor], Tensor]
+PARAMETERS = ("query", "norm_weight", "gate", "null_source")
+
+
+class FusedPass:
+    """One forward pass of a router on the fused path, and the one backward pass it allows."""
+
+    def __init__(self, router: "DepthRouter", embedding: Tensor, row_dtype: torch.dtype) -> None:
+        self.router = router
+        self.shape = embedding.shape
+        self.token = torch.empty(0, device=embedding.device)
+        self.next_backward: int | None = None
+        parameters = [getattr(router, name) for name in PARAMETERS]
+        self.trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
+        self.passes = self._buffers(embedding, row_dtype)
+
+    @torch.no_grad()
+    def _buffers(self, embedding: Tensor, row_dtype: torch.dtype) -> RoutedPass:
+        router = self.router
+        first = next(index for index, row in enumerate(router.site_rows) if row is not None)
+        assert router.query is not None
+        assert router.norm_weight is not None
+        parameters = SiteParameters(
+            router.query, router.norm_weight, router.gate, router.null_source,
+            first=first, num_sites=router.num_sites, num_heads=router.num_heads, eps=router.eps, dtype=row_dtype,
+            trained=self.trained,
+        )  # fmt: skip
+        capability = (0, 0)
+        if embedding.is_cuda:
+            capability = torch.cuda.get_device_capability(embedding.device)
+        tuning = tuning_for(router.width, router.num_heads, router.num_sites, row_dtype, capability)
+        add = router.config.read == "add"
+        tokens = embedding.numel() // router.width
+        if router.config.sources == "block":
+            num_rows = tuple(site.num_rows for site in router.plan)
+            stream_dtype = embedding.dtype if add else row_dtype
+            return BlockPass(
+                num_rows, 2 * router.config.block_size, add, parameters, tokens, row_dtype, stream_dtype,
+                tuning, router.kernels,
+            )  # fmt: skip
+        schedule = sublayer_schedule(first, first + parameters.count, router.schedule, (tuning.block, tuning.inner))
+        stream_dtype = embedding.dtype if add else None
+        return SublayerPass(schedule, parameters, tokens, row_dtype, stream_dtype, tuning, router.kernels)
+
+    def read(self, s: int, x: Tensor, norm: Norm | None) -> Tensor:
+        """What the sublayer after site s reads, its newest source being x; normed with `norm`."""
+        fused = None if norm is None else fusible_norm(norm, self.router.width)
+        given: tuple[Tensor | None, ...] = (None,) * len(PARAMETERS)
+        if s == 0:
+            given = tuple(getattr(self.router, name) for name in PARAMETERS)
+        weight, eps, offset = (None, 0.0, 0.0) if fused is None else fused
+        inputs = (x, self.token, weight, *given)
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        hidden, self.token = SiteRead.apply(self, s, save, x, self.token, (eps, offset), weight, *given)
+        return hidden if norm is None or fused is not None else norm(hidden)
+
+    def rows(self, count: int) -> list[Tensor]:
+        """The first `count` source rows [..., D], as views."""
+        return [self.passes.rows[:, n].view(self.shape) for n in range(count)]
+
+    def begin_backward(self, s: int) -> None:
+        """Raises RuntimeError unless site s is the next of the one backward pass."""
+        if self.next_backward is not None and s != self.next_backward:
+            raise RuntimeError(
+                "depth routing supports one backward pass per forward pass: sum the losses first; retain_graph=True,"
+                f" a second backward() or grad() through the same reads does not work (site {s} came when site"
+                f" {self.next_backward} was expected)"
+            )
+        self.next_backward = s - 1
+
+
+class SiteRead(torch.autograd.Function):
+    """x, token -> hidden, token; at site 0 also the routing parameters, for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused: FusedPass,
+        s: int,
+        save: bool,
+        x: Tensor,
+        token: Tensor,
+        norm: tuple[float, float],
+        norm_weight: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.fused, ctx.site, ctx.norm_offset = fused, s, norm[1]
+        ctx.set_materialize_grads(False)
+        flat = x.reshape(fused.passes.tokens, fused.router.width)
+        flat = flat if flat.is_contiguous() else flat.contiguous()
+        with on_device(x):
+            hidden, saved = fused.passes.forward(s, flat, None if norm_weight is None else (norm_weight, *norm), save)
+        ctx.save_for_backward(*(getattr(saved, name) for name in SAVED_TENSORS))
+        ctx.saved_for_site = dataclasses.replace(saved, **dict.fromkeys(SAVED_TENSORS))
+        return hidden.view(fused.shape), token.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_hidden = grad_outputs[0]
+        fused: FusedPass = ctx.fused
+        s: int = ctx.site
+        fused.begin_backward(s)
+        saved = _restore(ctx, fused)
+        passes = fused.passes
+        if d_hidden is None:
+            dtype = passes.dtype if passes.stream_dtype is None else passes.stream_dtype
+            d_hidden = torch.zeros(fused.shape, dtype=dtype, device=passes.r.device)
+        with on_device(d_hidden):
+            d = d_hidden.reshape(passes.tokens, fused.router.width).contiguous()
+            dx, d_norm = passes.backward(s, d, saved)
+            gradients = passes.parameter_gradients() if s == 0 and fused.trained else {}
+        weight = saved.norm_weight
+        given = [getattr(fused.router, name) if name in gradients else None for name in PARAMETERS]
+        return (
+            None, None, None, dx.view(fused.shape), torch.empty(0, device=dx.device), None,
+            None if d_norm is None or weight is None else d_norm.to(weight.dtype),
+            *(None if p is None else gradients[n].to(p.dtype) for n, p in zip(PARAMETERS, given, strict=True)),
+        )  # fmt: skip
+
+
+def _restore(ctx: Any, fused: FusedPass) -> Saved:
+    try:
+        tensors = ctx.saved_tensors
+    except RuntimeError as error:
+        name = fused.router.plan[ctx.site].name
+        raise RuntimeError(
+            f"the result of read() at site {name} was modified in place, or its graph was already used by a backward"
+            f" pass (one backward per forward pass, no retain_graph): {error}"
+        ) from error
+    return dataclasses.replace(ctx.saved_for_site, **dict(zip(SAVED_TENSORS, tensors, strict=True)))
+
+
+def start_fused(router: "DepthRouter", embedding: Tensor, row_dtype: torch.dtype) -> FusedPass | None:
+    """A fused pass for a router whose backend is Triton; None where this form's reads run one by one."""
+    if router.query is None or router.query.numel() == 0 or embedding.numel() == 0:
+        return None
+    if router.config.keep_empty_sites or router.config.legacy_delta_recursion:
+        return None
+    return FusedPass(router, embedding, row_dtype)
+
+
+def on_device(tensor: Tensor) -> Any:
+    """Makes the tensor's GPU the current one for the launches inside; costs nothing where it already is."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def fusible_norm(norm: Norm, width: int) -> tuple[Tensor, float, float] | None:
+    """(weight, eps, offset added to the weight) of an RMSNorm module that the read can apply itself, else None."""
+    if not isinstance(norm, nn.Module) or _has_hooks(norm):
+        return None
+    weight = getattr(norm, "weight", None)
+    if type(weight) is not nn.Parameter or weight.shape != (width,) or getattr(norm, "bias", None) is not None:
+        return None
+    name = type(norm).__name__
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if "RMSNorm" not in name or not isinstance(eps, float):
+        return None
+    return weight, eps, 1.0 if name.startswith("Gemma") else 0.0
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
