@@ -107,7 +107,7 @@ def routing_map(trainer: VariantTrainer) -> dict[str, Any] | None:
         return None
     observer = RoutingMap()
     with model.model.router.observe(observer):
-        for ids in trainer.held_out.split(EVALUATION_BATCH):
+        for ids in trainer.data.held_out.split(EVALUATION_BATCH):
             model(input_ids=ids.to(trainer.device), use_cache=False)
     return observer.to_dict()
 

@@ -5,46 +5,18 @@ comparable, and load on the machine that comes and goes touches all of them alik
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
-from mhar.demo.batches import TokenOrder, windows
-from mhar.demo.corpus import load_corpus
+from mhar.demo.data import DemoData, load_data
 from mhar.demo.interrupt import StopRequest
 from mhar.demo.outputs import Outcome, result_of, write_outputs
 from mhar.demo.results import VariantResult, format_difference
 from mhar.demo.settings import BASELINE, VARIANTS, DemoSettings
-from mhar.demo.tokenizer import END_OF_TEXT, encode, tokenizer_of_run
 from mhar.demo.trainer import VariantTrainer
 from mhar.demo.variants import backbone, build_variant
-
-
-@dataclass(frozen=True, slots=True)
-class DemoData:
-    """Tokenizer, token order of training, held-out windows [count, length + 1], and their UTF-8 bytes per token."""
-
-    tokenizer: PreTrainedTokenizerFast
-    order: TokenOrder
-    held_out: Tensor
-    bytes_per_token: float
-
-
-def load_data(settings: DemoSettings, folder: Path) -> DemoData:
-    """Read, tokenise and cut the novels; the tokenizer is trained on the training novels alone and kept in `folder`."""
-    corpus = load_corpus(settings.held_out, settings.max_characters)
-    tokenizer = tokenizer_of_run(folder / "tokenizer", corpus.training, settings.vocab_size)
-    training = encode(tokenizer, corpus.training)
-    order = TokenOrder(training, settings.sequence_length, settings.batch_size, settings.seed)
-    held_out = windows(encode(tokenizer, [corpus.held_out]), settings.sequence_length)
-    held_out = held_out[: settings.num_held_out_windows]
-    targets = held_out[:, 1:]
-    num_bytes = len(str(tokenizer.decode(targets.flatten())).encode())
-    return DemoData(tokenizer, order, held_out, num_bytes / targets.numel())
 
 
 def run_demo(settings: DemoSettings, folder: Path, *, say: Callable[[str], None] = tqdm.write) -> Outcome:
@@ -66,13 +38,8 @@ def run_demo(settings: DemoSettings, folder: Path, *, say: Callable[[str], None]
 
 def make_trainers(settings: DemoSettings, data: DemoData, folder: Path) -> list[VariantTrainer]:
     """A trainer per variant, all from one backbone."""
-    base = backbone(settings, int(data.tokenizer.convert_tokens_to_ids(END_OF_TEXT)))  # pyright: ignore
-    return [
-        VariantTrainer(
-            name, build_variant(name, base), data.order, data.held_out, data.tokenizer, settings, folder / name
-        )
-        for name in VARIANTS
-    ]
+    base = backbone(settings, data.tokenizer)
+    return [VariantTrainer(name, build_variant(name, base), data, settings, folder / name) for name in VARIANTS]
 
 
 def train_in_rounds(

@@ -35,6 +35,6 @@ def tokenizer_of_run(folder: Path, texts: Iterable[str], vocab_size: int) -> Pre
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> Tensor:
     """Ids of all texts in one row, int64 [tokens], with the end-of-text id after each."""
-    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    end = tokenizer.get_vocab()[END_OF_TEXT]
     ids = [row for text in texts for row in (*tokenizer(text, verbose=False)["input_ids"], end)]
     return torch.tensor(ids, dtype=torch.long)

@@ -4,12 +4,11 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast
 
-from mhar.demo.batches import TokenOrder
 from mhar.demo.checkpoints import load_model, newest_checkpoint, restore, save_checkpoint
+from mhar.demo.data import DemoData
 from mhar.demo.memory import peak_bytes, state_bytes
 from mhar.demo.metrics import MetricsFile
 from mhar.demo.settings import DemoSettings
@@ -25,8 +24,7 @@ class VariantTrainer:
     Args:
         name: the routing variant.
         model: at its initial state.
-        order: token order shared by all variants.
-        held_out: windows [count, length + 1] that every evaluation uses.
+        data: shared by all variants: the token order and the held-out windows.
         folder: where metrics and checkpoints go; the newest checkpoint there, if any, is where training continues.
     """
 
@@ -34,14 +32,12 @@ class VariantTrainer:
         self,
         name: str,
         model: MharForCausalLM,
-        order: TokenOrder,
-        held_out: Tensor,
-        tokenizer: PreTrainedTokenizerFast,
+        data: DemoData,
         settings: DemoSettings,
         folder: Path,
     ) -> None:
         self.name, self.folder, self.settings = name, folder, settings
-        self.order, self.held_out, self.tokenizer = order, held_out, tokenizer
+        self.data = data
         self.device = torch.device(settings.device)
         self.step = 0
         self.timed_steps, self.seconds = 0, 0.0
@@ -50,7 +46,7 @@ class VariantTrainer:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint = newest_checkpoint(folder)
         self.model = model if checkpoint is None else load_model(checkpoint)
-        nn.Module.to(self.model, self.device)
+        self.model.to(self.device)  # pyright: ignore[reportArgumentType]
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.learning_rate,
@@ -74,7 +70,7 @@ class VariantTrainer:
     def train_step(self) -> float:
         """One optimizer step; returns its training loss in nats per token."""
         started = time.perf_counter()
-        loss, gradient_norm = self._optimize(self.order.batch(self.step).to(self.device))
+        loss, gradient_norm = self._optimize(self.data.order.batch(self.step).to(self.device))
         value = loss.item()
         if self.step > self._first_step:
             self.timed_steps += 1
@@ -104,7 +100,7 @@ class VariantTrainer:
 
     def measure_memory(self) -> None:
         """Peak bytes of a training step: state held throughout, plus the peak of one forward and backward pass."""
-        ids = self.order.batch(0).to(self.device)
+        ids = self.data.order.batch(0).to(self.device)
 
         def forward_and_backward() -> None:
             self.model(input_ids=ids, labels=ids).loss.backward()
@@ -119,7 +115,9 @@ class VariantTrainer:
     def evaluate(self) -> Tensor:
         """Mean loss of each held-out window, nats per token, float64 [count]; also written to the metrics."""
         self.model.eval()
-        losses = torch.cat([self._window_losses(ids.to(self.device)) for ids in self.held_out.split(EVALUATION_BATCH)])
+        losses = torch.cat(
+            [self._window_losses(ids.to(self.device)) for ids in self.data.held_out.split(EVALUATION_BATCH)]
+        )
         self.metrics.append(
             kind="eval",
             step=self.step,
@@ -138,7 +136,7 @@ class VariantTrainer:
     def sample(self) -> str:
         """The prompt and its continuation; depends on the weights and the seed alone."""
         self.model.eval()
-        prompt = self.tokenizer(self.settings.prompt, return_tensors="pt").input_ids.to(self.device)
+        prompt = self.data.tokenizer(self.settings.prompt, return_tensors="pt").input_ids.to(self.device)
         with torch.random.fork_rng():
             torch.manual_seed(self.settings.seed)
             ids = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
@@ -148,11 +146,13 @@ class VariantTrainer:
                 temperature=self.settings.temperature,
                 max_new_tokens=self.settings.sample_tokens,
             )
-        return str(self.tokenizer.decode(ids[0], skip_special_tokens=True))
+        return str(self.data.tokenizer.decode(ids[0], skip_special_tokens=True))
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one."""
-        save_checkpoint(self.folder, self.model, self.optimizer, self.tokenizer, {n: getattr(self, n) for n in STATE})
+        save_checkpoint(
+            self.folder, self.model, self.optimizer, self.data.tokenizer, {n: getattr(self, n) for n in STATE}
+        )
 
     def _restore(self, checkpoint: Path) -> None:
         for name, value in restore(checkpoint, self.optimizer).items():

@@ -1,17 +1,19 @@
 """The compared models: one backbone, initialised once, under each routing variant."""
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from mhar.demo.settings import DemoSettings
+from mhar.demo.tokenizer import END_OF_TEXT
 from mhar.models import MharConfig, MharForCausalLM
 from mhar.routing import RoutingConfig
 
 
-def backbone(settings: DemoSettings, end_of_text: int) -> Qwen3ForCausalLM:
+def backbone(settings: DemoSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """The stock Qwen3 model that every variant starts from; its weights depend on the seed alone."""
+    end_of_text = tokenizer.get_vocab()[END_OF_TEXT]
     config = Qwen3Config(
-        vocab_size=settings.vocab_size,
+        vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
         num_hidden_layers=settings.num_layers,
         num_attention_heads=settings.num_heads,
