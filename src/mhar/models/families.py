@@ -4,6 +4,7 @@ A new family costs one entry here and one row in the table tests. Modules are ma
 of transformers, so parameter names are those of the base model.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,9 +75,14 @@ class Family:
         output, weights = layer.self_attn(hidden_states=hidden, **arguments)
         return self._finish(layer, output, self.attention_outputs), weights
 
-    def mlp(self, layer: Any, hidden: Tensor) -> Tensor:
-        """Raw output of the MLP sublayer, as the stock layer adds it to its stream."""
-        return self._finish(layer, layer.mlp(hidden), self.mlp_outputs)
+    def mlp(self, layer: Any, hidden: Tensor, with_expert_logits: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Raw output of the MLP sublayer, as the stock layer adds it to its stream, and the expert logits if asked for."""
+        gate = getattr(layer.mlp, self.expert_gate or "", None) if with_expert_logits else None
+        if gate is None:
+            output, logits = layer.mlp(hidden), None
+        else:
+            output, logits = call_watching(layer.mlp, hidden, gate)
+        return self._finish(layer, output, self.mlp_outputs), logits
 
     def _finish(self, layer: Any, output: Tensor, names: tuple[str, ...]) -> Tensor:
         for name in names:
@@ -95,6 +101,22 @@ class Family:
             logits = logits / getattr(config, self.logits_divisor)
         cap = None if self.logits_softcap is None else getattr(config, self.logits_softcap)
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def call_watching(mlp: nn.Module, hidden: Tensor, gate: nn.Module) -> tuple[Tensor, Tensor]:
+    """`mlp(hidden)` and the expert logits [B * T, E] that `gate`, a part of it, computes for this thread."""
+    kept: list[Tensor] = []
+    thread = threading.get_ident()
+
+    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            kept.append(output[0] if isinstance(output, tuple) else output)
+
+    handle = gate.register_forward_hook(keep)
+    try:
+        return mlp(hidden), kept[0]
+    finally:
+        handle.remove()
 
 
 FAMILIES: dict[str, Family] = {

@@ -180,8 +180,10 @@ class MharModel(MharPreTrainedModel):
         collect.add_attentions(attentions)
 
         hidden = history.read(norm=family.norm(layer, "mlp"))
-        with collect.watch(getattr(layer.mlp, family.expert_gate or "", None)):
-            history.append(self._checkpointed(layer, partial(family.mlp, layer), hidden))
+        mlp = partial(family.mlp, layer, with_expert_logits=collect.wants_expert_logits)
+        output, expert_logits = self._checkpointed(layer, mlp, hidden)
+        history.append(output)
+        collect.add_expert_logits(expert_logits)
 
     def _checkpointed(self, layer: Any, sublayer: Any, hidden: Tensor) -> Any:
         """Run a sublayer, under gradient checkpointing when that is on: routing itself is never recomputed."""
@@ -288,7 +290,7 @@ class MharForCausalLM(MharPreTrainedModel, GenerationMixin):
             positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self._head(hidden[:, positions, :])
             losses = {} if labels is None else self._loss(logits, labels, **kwargs)
-        losses |= self._expert_loss(outputs.get("router_logits"), attention_mask, losses.get("loss"))
+        losses |= self._expert_loss(outputs.get("router_logits"), attention_mask, hidden.shape[1], losses.get("loss"))
         result = MharCausalLMOutput(logits=logits, **losses, **outputs)
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
@@ -329,11 +331,14 @@ class MharForCausalLM(MharPreTrainedModel, GenerationMixin):
         loss, z_loss = sums[0] / count, coefficient * sums[1] / count
         return {"loss": loss + z_loss, "z_loss": z_loss} if coefficient else {"loss": loss}
 
-    def _expert_loss(self, router_logits: Any, attention_mask: Any, loss: Tensor | None) -> dict[str, Tensor]:
+    def _expert_loss(
+        self, router_logits: Any, attention_mask: Any, num_tokens: int, loss: Tensor | None
+    ) -> dict[str, Tensor]:
         """Load-balancing loss of sparse families, as the stock model adds it."""
         if not router_logits:
             return {}
-        mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+        is_padding_mask = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+        mask = attention_mask[:, -num_tokens:] if is_padding_mask else None  # with a cache it also covers past tokens
         aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, mask)
         added = {} if loss is None else {"loss": loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)}
         return {"aux_loss": aux_loss, **added}

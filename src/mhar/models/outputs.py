@@ -1,12 +1,9 @@
 """What the models return, and what they collect on the way when asked."""
 
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
@@ -55,23 +52,15 @@ class Collected:
         if self._attentions is not None and weights is not None:
             self._attentions.append(weights)
 
-    @contextmanager
-    def watch(self, gate: nn.Module | None) -> Generator[None]:
-        """Keep the logits that `gate`, the expert gate of a sparse MLP, computes for this thread inside the context."""
-        if self._expert_logits is None or gate is None:
-            yield
-            return
-        kept, thread = self._expert_logits, threading.get_ident()
+    @property
+    def wants_expert_logits(self) -> bool:
+        """Whether sparse MLPs should return their expert logits."""
+        return self._expert_logits is not None
 
-        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-            if threading.get_ident() == thread:
-                kept.append(output[0] if isinstance(output, tuple) else output)
-
-        handle = gate.register_forward_hook(keep)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def add_expert_logits(self, logits: Tensor | None) -> None:
+        """Keep one sparse MLP's expert logits, if asked for."""
+        if self._expert_logits is not None and logits is not None:
+            self._expert_logits.append(logits)
 
     def fields(self, last: Tensor) -> dict[str, Any]:
         """What was collected as output fields; `last` ends the hidden states."""
