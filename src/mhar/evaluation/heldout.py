@@ -151,11 +151,12 @@ def _results(task: str, records: list[Record], data: PreparedSplit, settings: He
     # Bytes of the texts alone: end-of-text tokens cost nats but stand for no byte. A partial run takes its share.
     num_bytes = data.manifest.text_bytes(data.split) * scored / available
     note = f"{settings.describe()}; {scored} of {available} tokens in {len(records)} windows"
-    values = {
+    values: dict[str, tuple[float, float | None]] = {
         "loss": (loss, stderr),
         "perplexity": (math.exp(loss), None if stderr is None else stderr * math.exp(loss)),
-        "bits_per_byte": (loss * scored / math.log(2) / num_bytes, None),
     }
+    if num_bytes:
+        values["bits_per_byte"] = (loss * scored / math.log(2) / num_bytes, None)
     return [
         Result(
             task=task,
