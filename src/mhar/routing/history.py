@@ -100,7 +100,8 @@ class DepthHistory:
         if not plan.source_names:
             return None
         with torch.no_grad():
-            weights = self._weights(plan, self._sources(plan))
+            _, weights = self._weighted_read(plan, self._sources(plan))
+            weights = self._changed(plan, weights)
         return weights.detach()
 
     # What each read mixes.
@@ -128,18 +129,20 @@ class DepthHistory:
         )
 
     def _observed_mixture(self, plan: SitePlan, sources: list[Tensor]) -> Tensor:
-        weights = self._weights(plan, sources)
-        dtype = weights.dtype
+        mixture, weights = self._weighted_read(plan, sources)
+        changed = self._changed(plan, weights)
         for observer in self._hooks.observers:
             observer(
-                SiteRead(plan.index, plan.name, plan.source_names, weights.detach(), [s.detach() for s in sources])
+                SiteRead(plan.index, plan.name, plan.source_names, changed.detach(), [s.detach() for s in sources])
             )
-        return mix(torch.stack([s.to(dtype) for s in sources]), weights).to(self._row_dtype)
+        if not self._hooks.interventions:
+            return mixture  # the read itself: observing costs no second mixture and changes no bit
+        return mix(torch.stack([s.to(changed.dtype) for s in sources]), changed).to(self._row_dtype)
 
-    def _weights(self, plan: SitePlan, sources: list[Tensor]) -> Tensor:
+    def _weighted_read(self, plan: SitePlan, sources: list[Tensor]) -> tuple[Tensor, Tensor]:
         query, norm_weight = self._parameters(plan)
         router = self._router
-        _, weights = depth_read(
+        return depth_read(
             sources,
             query,
             norm_weight,
@@ -148,6 +151,9 @@ class DepthHistory:
             return_weights=True,
             backend=router.backend,
         )
+
+    def _changed(self, plan: SitePlan, weights: Tensor) -> Tensor:
+        """The weights after all interventions."""
         for intervention in self._hooks.interventions:
             changed = intervention(plan, weights)
             if changed.shape != weights.shape:

@@ -14,6 +14,7 @@ from mhar.ops.schedule import Schedule, check_schedule
 from mhar.routing.config import RoutingConfig, check_count, check_eps
 from mhar.routing.history import DepthHistory
 from mhar.routing.hooks import Hooks, Intervention, Observer
+from mhar.routing.interventions import Change
 from mhar.routing.plan import SitePlan, routing_plan
 
 
@@ -111,8 +112,12 @@ class DepthRouter(nn.Module):
         """Change the routing weights of the histories that this thread starts inside the context.
 
         Each intervention maps (SitePlan, weights [N, ..., H]) to new weights of the same shape; several apply in
-        order. Ready-made ones are in :mod:`mhar.routing.interventions`. Observers see the changed weights.
+        order. Ready-made ones are in :mod:`mhar.routing.interventions`; they raise InputError here for a site, source
+        or head that this router does not have. Observers see the changed weights.
         """
+        for intervention in interventions:
+            if isinstance(intervention, Change):
+                intervention.check(self.plan, self.num_heads)
         with self.hooks.registered(interventions=interventions):
             yield self
 
