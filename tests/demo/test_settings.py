@@ -59,7 +59,7 @@ def test_a_folder_with_another_run_is_refused_unless_told(tmp_path):
     folder = tmp_path / "run"
     new_folder(folder, preset("tiny"))
     (folder / "report.html").write_text("results")
-    with pytest.raises(InputError, match="already holds another run.*--resume.*--overwrite"):
+    with pytest.raises(InputError, match=r"already holds another run.*--resume.*--overwrite"):
         new_folder(folder, preset("tiny"))
     assert (folder / "report.html").exists()
     new_folder(folder, preset("tiny", seed=5), overwrite=True)

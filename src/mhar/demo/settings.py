@@ -21,6 +21,8 @@ class DemoSettings:
         num_evaluations: held-out evaluations, evenly spaced, the last one at the last step.
         num_held_out_windows: windows of the held-out novel, from its start, that every evaluation uses.
         max_characters: cut each novel to this length; None reads all of it.
+        initializer_range: standard deviation of the initial weights; the paper's 0.02 at width 512, scaled by
+            1 / sqrt(width).
         warmup: share of the steps over which the learning rate rises linearly; a cosine to a tenth of the peak follows.
     """
 
@@ -37,6 +39,7 @@ class DemoSettings:
     vocab_size: int = 1024
     sequence_length: int = 128
     batch_size: int = 8
+    initializer_range: float = 0.04
     learning_rate: float = 4e-3
     warmup: float = 0.1
     weight_decay: float = 0.1
@@ -102,6 +105,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 2048,
         "sequence_length": 256,
         "batch_size": 16,
+        "initializer_range": 0.028,
         "learning_rate": 2e-3,
         "num_evaluations": 10,
     },

@@ -22,6 +22,7 @@ def backbone(settings: DemoSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen
         intermediate_size=settings.intermediate_size,
         max_position_embeddings=max(1024, settings.sequence_length),
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        initializer_range=settings.initializer_range,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=end_of_text,
