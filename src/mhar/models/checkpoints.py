@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mhar.errors import CheckpointError
+from mhar.errors import CheckpointError, InputError
 
 UNSAFE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -30,3 +30,13 @@ def check_keys(source: Any, info: dict[str, Any], ignored: str | None = None) ->
     lines += [f"missing ({len(missing)}): {', '.join(missing)}"] if missing else []
     lines += [f"unexpected ({len(unexpected)}): {', '.join(unexpected)}"] if unexpected else []
     raise CheckpointError("; ".join(lines))
+
+
+def check_one_device(model: Any) -> None:
+    """Raise InputError for a model that transformers spread over several devices."""
+    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(devices) > 1:
+        raise InputError(
+            "a routed model must be on one device, since a read mixes the outputs of all layers before it;"
+            f" got a device_map over {', '.join(devices)} (to spread a model, shard it: FSDP or tensor parallelism)"
+        )

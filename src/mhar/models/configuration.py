@@ -36,7 +36,14 @@ class MharConfig(PreTrainedConfig):
 
     model_type: ClassVar[str] = "mhar"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE_NAME]
-    attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
+    attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
+    # The decoder loop calls sublayers, never layers: they are the units that can be sharded.
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "embed_tokens": "free_full_weight",
+        "layers.*.self_attn": "free_full_weight",
+        "layers.*.mlp": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
 
     base_model_type: str = "llama"
     routing: dict[str, Any] | None = None
@@ -50,7 +57,10 @@ class MharConfig(PreTrainedConfig):
         self.routing = routing.to_dict()
         common = {name: getattr(self, name) for name in ("dtype", "output_hidden_states", "use_cache")}
         base = base_config(self.base_model_type, {**kwargs, **common})
-        super().__post_init__(**{**kwargs, **inherited_fields(base)})
+        declared = type(self).__dataclass_fields__
+        super().__post_init__(**kwargs | {k: v for k, v in inherited_fields(base).items() if k not in declared})
+        # Not serialised by transformers. Sublayers return whole tensors, so routing needs no plan of its own.
+        self.base_model_tp_plan = base.base_model_tp_plan  # pyright: ignore[reportAttributeAccessIssue]
         self._check()
 
     def _check(self) -> None:

@@ -76,7 +76,7 @@ class Family:
         return self._finish(layer, output, self.attention_outputs), weights
 
     def mlp(self, layer: Any, hidden: Tensor, with_expert_logits: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Raw output of the MLP sublayer, as the stock layer adds it to its stream, and the expert logits if asked for."""
+        """Raw output of the MLP sublayer, as the stock layer adds it to its stream; expert logits if asked for."""
         gate = getattr(layer.mlp, self.expert_gate or "", None) if with_expert_logits else None
         if gate is None:
             output, logits = layer.mlp(hidden), None

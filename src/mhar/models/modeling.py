@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from mhar.errors import InputError
-from mhar.models.checkpoints import check_keys, refuse_unsafe
+from mhar.models.checkpoints import check_keys, check_one_device, refuse_unsafe
 from mhar.models.compat import cache_argument, either_cache
 from mhar.models.configuration import MharConfig
 from mhar.models.families import base_model_class
@@ -59,6 +59,7 @@ class MharPreTrainedModel(PreTrainedModel):
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model, info = loaded
+        check_one_device(model)
         if strict:
             # A decoder may be loaded from a checkpoint that also has the head.
             check_keys(pretrained_model_name_or_path, info, ignored="lm_head." if cls is MharModel else None)
@@ -234,7 +235,9 @@ class MharModel(MharPreTrainedModel):
 class MharForCausalLM(MharPreTrainedModel, GenerationMixin):
     """`MharModel` with a language-model head."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (as transformers declares it)
+    # Mutable, without ClassVar: as transformers declares them.
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
     def __init__(self, config: MharConfig) -> None:
         super().__init__(config)
