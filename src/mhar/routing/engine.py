@@ -19,7 +19,7 @@ from mhar.ops.triton.block import BlockPass
 from mhar.ops.triton.parameters import SiteParameters
 from mhar.ops.triton.passes import SAVED_TENSORS, RoutedPass, Saved
 from mhar.ops.triton.sublayer import SublayerPass
-from mhar.ops.triton.tuning import tuning_for
+from mhar.ops.triton.tuning import Tuning, tuning_for
 
 if TYPE_CHECKING:
     from mhar.routing.router import DepthRouter
@@ -51,10 +51,7 @@ class FusedPass:
             first=first, num_sites=router.num_sites, num_heads=router.num_heads, eps=router.eps, dtype=row_dtype,
             trained=self.trained,
         )  # fmt: skip
-        capability = (0, 0)
-        if embedding.is_cuda:
-            capability = torch.cuda.get_device_capability(embedding.device)
-        tuning = tuning_for(router.width, router.num_heads, router.num_sites, row_dtype, capability)
+        tuning = router.tuning or self._tuning(embedding, row_dtype)
         add = router.config.read == "add"
         tokens = embedding.numel() // router.width
         if router.config.sources == "block":
@@ -67,6 +64,11 @@ class FusedPass:
         schedule = sublayer_schedule(first, first + parameters.count, router.schedule, (tuning.block, tuning.inner))
         stream_dtype = embedding.dtype if add else None
         return SublayerPass(schedule, parameters, tokens, row_dtype, stream_dtype, tuning, router.kernels)
+
+    def _tuning(self, embedding: Tensor, row_dtype: torch.dtype) -> Tuning:
+        capability = torch.cuda.get_device_capability(embedding.device) if embedding.is_cuda else (0, 0)
+        router = self.router
+        return tuning_for(router.width, router.num_heads, router.num_sites, row_dtype, capability)
 
     def read(self, s: int, x: Tensor, norm: Norm | None) -> Tensor:
         """What the sublayer after site s reads, its newest source being x; normed with `norm`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class DepthRouter(nn.Module):
         check_schedule(schedule)
         self.schedule: Schedule = schedule
         self.kernels = KernelCache()
+        self.tuning: Any = None  # ops.triton.tuning.Tuning; None takes the table's
         self.plan: tuple[SitePlan, ...] = routing_plan(self.config, num_sites)
         self.site_rows: tuple[int | None, ...] = tuple(site.row for site in self.plan)
         rows = sum(row is not None for row in self.site_rows)

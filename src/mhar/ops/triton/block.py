@@ -165,7 +165,7 @@ class BlockPass(RoutedPass):
         self.begin_sums()
         self.d_rows = self.empty(self.tokens, self.slots, p.width, dtype=self.dtype)
         shape = (self.tokens, p.num_heads, self.num_rows, self.padded_sites)
-        self.d_logits = torch.zeros(shape, dtype=self.logit_dtype, device=p.a.device)
+        self.d_logits = torch.zeros(shape, device=p.a.device)
         self.gathered = self.empty(self.tokens, self.num_rows, p.width)
         self.gathered_t = self.empty(self.tokens, p.num_heads, self.num_rows)
         self.touched = 0  # rows that have received a gradient

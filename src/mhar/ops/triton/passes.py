@@ -56,9 +56,7 @@ class RoutedPass(ABC):
     ) -> None:
         self.parameters, self.tuning, self.kernels = parameters, tuning, kernels
         self.num_rows, self.tokens, self.dtype, self.stream_dtype = num_rows, tokens, dtype, stream_dtype
-        self.exact, self.precision, self.residual, self.partial_dtype, self.scaled, self.logit_dtype = storage_modes(
-            dtype
-        )
+        self.exact, self.precision, self.residual, self.partial_dtype, self.scaled = storage_modes(dtype)
         p = parameters
         self.padded_sites = -(-p.num_sites // 16) * 16
         self.rows = self.empty(tokens, num_rows, p.width, dtype=dtype)

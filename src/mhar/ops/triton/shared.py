@@ -74,8 +74,8 @@ def partial_mix_kernel(
         v = ()
         for j in tl.static_range(NT):
             mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-            x = tl.load(v_base + n[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
-            v = v + (operand(x, EXACT),)
+            tile = tl.load(v_base + n[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            v = v + (operand(tile, EXACT),)
         logits = tl.zeros((TS, TS), tl.float32)
         for j in tl.static_range(NT):
             vt = tl.trans(v[j])
@@ -91,10 +91,10 @@ def partial_mix_kernel(
         eh = e if EXACT else stored(e, v[0].dtype)
         new_acc = ()
         for j in tl.static_range(NT):
-            x = dot(eh, v[j], acc[j] * alpha[:, None], PRECISION)
+            mixed = dot(eh, v[j], acc[j] * alpha[:, None], PRECISION)
             if not EXACT:
-                x = dot(stored(e - eh.to(tl.float32), v[0].dtype), v[j], x, PRECISION)
-            new_acc = new_acc + (x,)
+                mixed = dot(stored(e - eh.to(tl.float32), v[0].dtype), v[j], mixed, PRECISION)
+            new_acc = new_acc + (mixed,)
         acc = new_acc
     inverse = 1.0 / z
     if SCALED:
@@ -153,8 +153,8 @@ def pull_kernel(
         al = ()
         for j in tl.static_range(NT):
             mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
-            x = tl.load(DOUT + p * VS * D + h * K + s[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
-            d = d + (operand(x, EXACT),)
+            tile = tl.load(DOUT + p * VS * D + h * K + s[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            d = d + (operand(tile, EXACT),)
             at = s[:, None] * D + h * K + j * KC + ki[None, :]
             ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
             if not EXACT:
@@ -174,17 +174,17 @@ def pull_kernel(
         t += tl.sum(dl * logits, axis=1)
         dl = dl * r[:, None]
         dl_h = dl if EXACT else stored(dl, v[0].dtype)
-        tl.store(dl_base + ni[:, None] * MP + s[None, :], dl_h, mask=both)
+        tl.store(dl_base + ni[:, None] * MP + s[None, :], dl, mask=both)
         wh = w if EXACT else stored(w, v[0].dtype)
         new_acc = ()
         for j in tl.static_range(NT):
-            x = dot(wh, d[j], acc[j], PRECISION)
+            total = dot(wh, d[j], acc[j], PRECISION)
             if not EXACT:
-                x = dot(stored(w - wh.to(tl.float32), v[0].dtype), d[j], x, PRECISION)
-            x = dot(dl_h, ah[j], x, PRECISION)
+                total = dot(stored(w - wh.to(tl.float32), v[0].dtype), d[j], total, PRECISION)
+            total = dot(dl_h, ah[j], total, PRECISION)
             if A_LOW and not EXACT:
-                x = dot(dl_h, al[j], x, PRECISION)
-            new_acc = new_acc + (x,)
+                total = dot(dl_h, al[j], total, PRECISION)
+            new_acc = new_acc + (total,)
         acc = new_acc
     for j in tl.static_range(NT):
         mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
@@ -274,7 +274,7 @@ def scatter_kernel(
         t = tl.sum(dl * logits, axis=1)
         dl = dl * r[:, None]
         dl_h = dl if EXACT else stored(dl, v[0].dtype)
-        tl.store(DL + ((p * H + h) * VR + n)[:, None] * MP + (site0 + si)[None, :], dl_h, mask=both)
+        tl.store(DL + ((p * H + h) * VR + n)[:, None] * MP + (site0 + si)[None, :], dl, mask=both)
         wh = w if EXACT else stored(w, v[0].dtype)
         for j in tl.static_range(NT):
             mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
@@ -328,12 +328,20 @@ def query_gradient_kernel(
         if LOWER:
             mask = mask & ((row0 + slot)[None, :] <= s[:, None])
         dl = tl.load(DL + ((p * H + h) * S + slot)[None, :] * MP + s[:, None], mask=mask, other=0.0)
+        if not EXACT:
+            dl_high = stored(dl, V.dtype.element_ty)
+            dl_low = stored(dl - dl_high.to(tl.float32), V.dtype.element_ty)
         new_acc = ()
         for j in tl.static_range(NT):
             k = kb + j * KC + ki[None, :]
             vmask = rows[:, None] & (k < K)
             x = tl.load(V + (p * VR + row0 + slot)[:, None] * D + h * K + k, mask=vmask, other=0.0)
-            new_acc = new_acc + (dot(dl, operand(x, EXACT), acc[j], PRECISION),)
+            if EXACT:
+                total = dot(dl, x.to(tl.float32), acc[j], PRECISION)
+            else:
+                total = dot(dl_high, x, acc[j], PRECISION)
+                total = dot(dl_low, x, total, PRECISION)
+            new_acc = new_acc + (total,)
         acc = new_acc
     for j in tl.static_range(NT):
         k = kb + j * KC + ki[None, :]

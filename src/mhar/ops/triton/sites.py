@@ -104,13 +104,13 @@ def site_forward_kernel(
             acc = new_acc
         for n in tl.range(first, s, num_stages=STAGES):
             rn = tl.load(R + p * VR + n, mask=pmask, other=0.0)
-            x = ()
+            xs = ()
             for j in tl.static_range(NT):
-                x = x + (tl.load(V + v_at + n * D + j * KT, mask=masks[j], other=0.0),)
-            logit = x[0].to(tl.float32) * a[0]
+                xs = xs + (tl.load(V + v_at + n * D + j * KT, mask=masks[j], other=0.0),)
+            products = xs[0].to(tl.float32) * a[0]
             for j in tl.static_range(1, NT):
-                logit += x[j].to(tl.float32) * a[j]
-            ln = tl.sum(logit, axis=2) * rn[:, None]
+                products += xs[j].to(tl.float32) * a[j]
+            ln = tl.sum(products, axis=2) * rn[:, None]
             new_m = tl.maximum(m, ln)
             alpha = tl.exp(m - new_m)
             e = tl.exp(ln - new_m)
@@ -118,7 +118,7 @@ def site_forward_kernel(
             m = new_m
             new_acc = ()
             for j in tl.static_range(NT):
-                new_acc = new_acc + (acc[j] * alpha[:, :, None] + x[j].to(tl.float32) * e[:, :, None],)
+                new_acc = new_acc + (acc[j] * alpha[:, :, None] + xs[j].to(tl.float32) * e[:, :, None],)
             acc = new_acc
         inverse = 1.0 / z
         if SAVE:
@@ -311,17 +311,17 @@ def site_backward_kernel(
             acc = new_acc
 
         for s in tl.range(n + 1, s_end, num_stages=STAGES):
-            d = ()
+            ds = ()
             a = ()
             for j in tl.static_range(NT):
-                d = d + (tl.load(DOUT + d_at + s * D + j * KT, mask=masks[j], other=0.0),)
+                ds = ds + (tl.load(DOUT + d_at + s * D + j * KT, mask=masks[j], other=0.0),)
                 a = a + (tl.load(A + s * D + channel + j * KT, mask=masks[j], other=0.0),)
             c = tl.load(C + ph * MP + s, mask=phmask, other=0.0)
             lse = tl.load(LSE + ph * MP + s, mask=phmask, other=0.0)
-            dw_sum = d[0].to(tl.float32) * v[0]
+            dw_sum = ds[0].to(tl.float32) * v[0]
             l_sum = v[0] * a[0]
             for j in tl.static_range(1, NT):
-                dw_sum += d[j].to(tl.float32) * v[j]
+                dw_sum += ds[j].to(tl.float32) * v[j]
                 l_sum += v[j] * a[j]
             logit = tl.sum(l_sum, axis=2) * r[:, None]
             w = tl.where(phmask, tl.exp(logit - lse), 0.0)
@@ -333,7 +333,7 @@ def site_backward_kernel(
             tl.store(DL + (ph * S + slot) * MP + s, stored(dl, DL.dtype.element_ty), mask=phmask)
             new_acc = ()
             for j in tl.static_range(NT):
-                new_acc = new_acc + (acc[j] + w[:, :, None] * d[j].to(tl.float32) + dl[:, :, None] * a[j],)
+                new_acc = new_acc + (acc[j] + w[:, :, None] * ds[j].to(tl.float32) + dl[:, :, None] * a[j],)
             acc = new_acc
 
         through_norm = (tl.sum(t, axis=1) * (r * r) * (1.0 / D))[:, None, None]

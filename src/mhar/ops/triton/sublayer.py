@@ -108,7 +108,7 @@ class SublayerPass(RoutedPass):
         self.last = min(s + 1, self.schedule.last)
         self.begin_sums()
         self.d_rows = self.empty(self.tokens, p.num_sites, p.width, dtype=self.dtype)
-        self.d_logits = self.empty(self.tokens, p.num_heads, self.slots, self.padded_sites, dtype=self.logit_dtype)
+        self.d_logits = self.empty(self.tokens, p.num_heads, self.slots, self.padded_sites)
         self.d_stream = None if self.stream is None else self.empty(self.tokens, p.width)
         self.gathered = self.gathered_t = self.r
         if self.schedule.block:
