@@ -61,7 +61,9 @@ def resolve(arguments: argparse.Namespace) -> Any:
     if "device" in given or not arguments.resume:
         given["device"] = check_device(given.get("device", "auto"))
     if arguments.resume:
-        return resumed_settings(arguments.output, given)
+        settings = resumed_settings(arguments.output, given)
+        check_device(settings.device)
+        return settings
     settings = preset(given.pop("preset", "small"), **given)
     return new_folder(arguments.output, settings, overwrite=arguments.overwrite)
 

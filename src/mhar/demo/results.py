@@ -62,30 +62,49 @@ def window_losses(metrics: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
 
 
 def result_table(results: Sequence[VariantResult], steps: Sequence[int]) -> str:
-    """The run as text: a row per variant, and under each routed one its paired difference to the baseline."""
-    header = ["", "parameters", *(f"step {step}" for step in steps), "tokens/s", "peak MiB"]
+    """The run as text: a column per variant, in brackets its change against the baseline; a dash where there is none
+    yet. Losses are in nats per token."""
     reference = next((result for result in results if result.name == BASELINE), None)
-    rows = [header]
-    for result in results:
-        rows.append(_row(result, steps))
-        if reference is not None and result is not reference:
-            cells = (format_difference(result.difference(reference, step)) for step in steps)
-            added = f"+{result.num_routing_parameters:,}"
-            speed = f"{result.tokens_per_s / reference.tokens_per_s:.2f}x" if reference.tokens_per_s else ""
-            rows.append([f"  minus {BASELINE}", added, *cells, speed, ""])
+    others = [result is not reference and reference is not None for result in results]
+
+    def row(label: str, values: Sequence[str], changes: Sequence[str]) -> list[str]:
+        cells = zip(values, changes, others, strict=True)
+        return [label, *(f"{value} ({change})" if other and change else value for value, change, other in cells)]
+
+    rows = [
+        ["", *(result.name for result in results)],
+        row(
+            "parameters",
+            [f"{result.num_parameters:,}" for result in results],
+            [f"+{result.num_routing_parameters:,}" for result in results],
+        ),
+    ]
+    for step in steps:
+        losses = [result.loss(step) for result in results]
+        differences = [None if reference is None else result.difference(reference, step) for result in results]
+        rows.append(
+            row(
+                f"held-out loss, step {step}",
+                ["–" if loss is None else f"{loss:.3f}" for loss in losses],
+                [format_difference(difference) for difference in differences],
+            )
+        )
+    speeds = [result.tokens_per_s for result in results]
+    rows.append(row("tokens/s", [f"{speed:,.0f}" for speed in speeds], _ratios(speeds, results)))
+    peaks = [(result.peak_bytes or 0) / MIB for result in results]
+    rows.append(row("peak memory, MiB", [f"{peak:.1f}" if peak else "–" for peak in peaks], _ratios(peaks, results)))
     return _aligned(rows)
 
 
-def _row(result: VariantResult, steps: Sequence[int]) -> list[str]:
-    losses = (result.loss(step) for step in steps)
-    cells = ["–" if loss is None else f"{loss:.3f}" for loss in losses]
-    peak = "–" if result.peak_bytes is None else f"{result.peak_bytes / MIB:.0f}"
-    return [result.name, f"{result.num_parameters:,}", *cells, f"{result.tokens_per_s:,.0f}", peak]
+def _ratios(values: Sequence[float], results: Sequence[VariantResult]) -> list[str]:
+    """Each value over the baseline's, empty where either is missing."""
+    base = next((value for value, result in zip(values, results, strict=True) if result.name == BASELINE), 0.0)
+    return [f"{value / base:.2f}x" if value and base else "" for value in values]
 
 
 def format_difference(difference: Difference | None) -> str:
-    """`-0.031 ±0.004`; a dash for None."""
-    return "–" if difference is None else f"{difference.mean:+.3f} ±{difference.stderr:.3f}"
+    """`-0.031 ±0.004`; empty for None."""
+    return "" if difference is None else f"{difference.mean:+.3f} ±{difference.stderr:.3f}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -94,8 +113,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
-    rule = "-" * len(lines[0])
-    return "\n".join([lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:])])
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def comparison_rows(results: Sequence[VariantResult], step: int) -> list[dict[str, Any]]:
