@@ -59,7 +59,7 @@ def write_outputs(
     write_atomically(folder / TABLE, table + "\n")
     if last := common_step(results):
         write_json(folder / COMPARISON, {"confidence": 0.95, "rows": comparison_rows(results, last)})
-    write_report(folder / REPORT, [folder], title="Depth routing demo")
+    write_report(folder / REPORT, [*(trainer.folder for trainer in trainers), folder], title="Depth routing demo")
     return Outcome(table, samples, all(result.step == settings.steps for result in results))
 
 
