@@ -65,19 +65,25 @@ class MharPreTrainedModel(PreTrainedModel):
             check_keys(pretrained_model_name_or_path, info, ignored="lm_head." if cls is MharModel else None)
         return loaded if with_info else model
 
+    def _check_and_adjust_experts_implementation(self, experts_implementation: str | None) -> str:
+        return self._as_base()._check_and_adjust_experts_implementation(experts_implementation)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Routing starts as the mean of the sources; all other modules start as the base family starts them."""
         if isinstance(module, DepthRouter):
             for name, parameter in module.named_parameters(recurse=False):
                 init.constant_(parameter, 1.0 if name == "norm_weight" else 0.0)
-            return
-        # The family's own rule is a method of its model class: run it on an instance without modules.
+        else:
+            self._as_base()._init_weights(module)
+
+    def _as_base(self) -> Any:
+        """The base family's model without its modules: for what transformers keeps in methods of the model class."""
         base_class = base_model_class(self.config.base_model_type)
-        shell = base_class.__new__(base_class)
+        shell: Any = base_class.__new__(base_class)
         nn.Module.__init__(shell)
         shell.config = self.config
-        shell._init_weights(module)
+        return shell
 
 
 class MharModel(MharPreTrainedModel):
