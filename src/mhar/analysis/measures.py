@@ -24,13 +24,18 @@ def slice_logits(source: Tensor, keys: Tensor, eps: float) -> Tensor:
 
 
 def width_disagreement(logits: Tensor) -> Tensor:
-    """Mean over slices and tokens of KL(a_s || w), in nats: [R] from slice logits [N, S, R, T].
+    """Mean over slices and tokens of KL(a_s || w), in nats: [2, R] from slice logits [N, S, R, T].
 
-    a_s is the routing that slice s of the query would choose alone, w the routing of the whole query.
+    w is the routing of the whole query, whose logits are the sum over slices. In row 0, a_s is the softmax of slice s's
+    own logits (the paper's definition: slices that agree still differ from w, which is S times as sharp); in row 1
+    that of S times its logits, which is w itself where all slices agree.
     """
-    log_slice = logits.log_softmax(dim=0)
     log_whole = logits.sum(dim=1, keepdim=True).log_softmax(dim=0)
-    return (log_slice.exp() * (log_slice - log_whole)).sum(dim=0).mean(dim=(0, 2))
+    rows: list[Tensor] = []
+    for sharpness in (1, logits.shape[1]):
+        log_slice = (sharpness * logits).log_softmax(dim=0)
+        rows.append((log_slice.exp() * (log_slice - log_whole)).sum(dim=0).mean(dim=(0, 2)))
+    return torch.stack(rows)
 
 
 def entropy(weights: Tensor, dim: int = 0) -> Tensor:
@@ -52,7 +57,8 @@ def head_disagreement(weights: Tensor, entropies: Tensor) -> Tensor:
 def top_source_counts(weights: Tensor) -> Tensor:
     """How often each source has the largest weight: [N, H] from [N, T, H]."""
     num_sources, _, num_heads = weights.shape
-    winners = weights.argmax(dim=0) * num_heads + torch.arange(num_heads, device=weights.device)
+    # `max` along a leading dimension is vectorised where `argmax` is not.
+    winners = weights.max(dim=0).indices * num_heads + torch.arange(num_heads, device=weights.device)
     return torch.bincount(winners.flatten(), minlength=num_sources * num_heads).view(num_sources, num_heads)
 
 

@@ -60,10 +60,6 @@ def correlation(first: Sequence[Tensor], second: Sequence[Tensor]) -> float | No
     return float(((a - a.mean()) * (b - b.mean())).mean() / spread) if spread > 1e-12 else None
 
 
-def _number(value: Tensor | float) -> float:
-    return float(value)
-
-
 def _site(probe: "Probe", name: str, sums: "SiteSums") -> dict[str, Any]:
     router = probe.router
     row = router.site_rows[router.site_index(name)]
@@ -85,17 +81,19 @@ def _site(probe: "Probe", name: str, sums: "SiteSums") -> dict[str, Any]:
     site["entropy"] = float(entropies.mean())
     site["relative_entropy"] = site["entropy"] / math.log(len(sources))
     site["top_source"] = sources[int(weights.mean(dim=-1).argmax())]
-    site["collinearity"] = _number(sums.collinearity) / sums.num_batches
+    site["collinearity"] = float(sums.collinearity) / sums.num_tokens
     null = None
     if probe.num_heads == 1:
-        values = torch.as_tensor(sums.disagreement).double().cpu() / sums.num_batches
-        site["width_disagreement"] = float(values[0])
-        site["null_width_disagreement"] = float(values[1:].mean())
-        site["learned_excess"] = site["width_disagreement"] - site["null_width_disagreement"]
+        values = torch.as_tensor(sums.disagreement).double().cpu() / sums.num_tokens
+        for form, suffix in enumerate(("", "_rescaled")):
+            trained, null_value = float(values[form, 0]), float(values[form, 1:].mean())
+            site[f"width_disagreement{suffix}"] = trained
+            site[f"null_width_disagreement{suffix}"] = null_value
+            site[f"learned_excess{suffix}"] = trained - null_value
     else:
         null = torch.as_tensor(sums.null_weights).double().cpu() / sums.num_tokens
-        site["head_disagreement"] = _number(sums.head_disagreement) / sums.num_batches
-        site["null_head_disagreement"] = _number(sums.null_head_disagreement) / sums.num_batches
+        site["head_disagreement"] = float(sums.head_disagreement) / sums.num_tokens
+        site["null_head_disagreement"] = float(sums.null_head_disagreement) / sums.num_tokens
         site["deviation_rms"] = float(deviations(weights).square().mean().sqrt())
         site["null_deviation_rms"] = float(deviations(null).square().mean().sqrt())
     return {**site, "rows": _rows(name, sources, weights, null, shares)}

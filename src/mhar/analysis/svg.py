@@ -14,6 +14,7 @@ SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E
 SEQUENTIAL = ((247, 251, 255), (198, 219, 239), (107, 174, 214), (33, 113, 181), (8, 48, 107))
 DIVERGING = ((178, 24, 43), (244, 165, 130), (247, 247, 247), (146, 197, 222), (33, 102, 172))
 NUM_LEVELS = 24
+MAX_MARKERS = 40
 WIDTH, HEIGHT = 420, 280
 LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 40
 
@@ -130,18 +131,18 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, skip: fl
 
 
 def _curve(curve: Series, x: Scale, y: Scale, stroke: str) -> str:
-    points = [(x(a), y(b)) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
+    values = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
     parts: list[str] = []
     if curve.low and curve.high:
         upper = [f"{x(a):g} {y(b):g}" for a, b in zip(curve.x, curve.high, strict=True)]
         lower = [f"{x(a):g} {y(b):g}" for a, b in zip(curve.x, curve.low, strict=True)]
         parts.append(f'<path d="M{"L".join(upper + lower[::-1])}Z" fill="{stroke}" opacity="0.18"/>')
-    path = "L".join(f"{a:g} {b:g}" for a, b in points)
+    path = "L".join(f"{x(a):g} {y(b):g}" for a, b in values)
     parts.append(f'<path d="M{path}" fill="none" stroke="{stroke}" stroke-width="2"/>' if path else "")
-    if len(points) <= 40:
-        for (a, b), step, value in zip(points, curve.x, curve.y, strict=False):
-            title = escape(f"{curve.name}: {number(value)} at {number(step)}")
-            parts.append(f'<circle cx="{a:g}" cy="{b:g}" r="3" fill="{stroke}"><title>{title}</title></circle>')
+    if len(values) <= MAX_MARKERS:
+        for a, b in values:
+            title = escape(f"{curve.name}: {number(b)} at {number(a)}")
+            parts.append(f'<circle cx="{x(a):g}" cy="{y(b):g}" r="3" fill="{stroke}"><title>{title}</title></circle>')
     return "".join(parts)
 
 

@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--batch-size", type=int, default=8)
     options.add_argument("--slices", type=int, default=4, help="slices of a single-head query")
     options.add_argument("--null-queries", type=int, default=1, help="random queries of matched norm, averaged")
-    options.add_argument("--token-stride", type=int, default=1, help="all but mean weights on every n-th token")
+    options.add_argument("--token-stride", type=int, default=8, help="all but mean weights on every n-th token")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--table", default="probe.csv", help="name of the tidy table: .csv or .parquet")
     options.add_argument("--intervene", action="append", default=[], metavar="SPEC", help="measure an intervention")

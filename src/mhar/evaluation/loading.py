@@ -52,6 +52,7 @@ def load_model(
     info = {
         "name": name,
         "type": model.config.model_type,
+        "width": model.config.get_text_config().hidden_size,
         "revision": revision_of(name, model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
