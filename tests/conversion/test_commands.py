@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from helpers.golden import ROOT
 from mhar.cli import main
+from mhar.conversion import from_reference
 
 
 def test_convert_and_revert(make_folder, tmp_path: Path, input_ids: Tensor, capsys: pytest.CaptureFixture[str]):
@@ -54,3 +56,14 @@ def test_mistakes_end_with_status_2_and_a_reason(make_folder, tmp_path: Path, ca
 def test_revert_of_a_base_ends_with_status_2(make_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["revert", str(make_folder()), str(tmp_path / "out")]) == 2
     assert "not a converted checkpoint" in capsys.readouterr().err
+
+
+def test_a_released_layout_becomes_a_folder_of_ours(tmp_path: Path, input_ids: Tensor, capsys):
+    released, out = ROOT / "a_delta", tmp_path / "out"
+    assert main(["convert", "--from-reference", str(released), str(out)]) == 0
+    assert "parameters" in capsys.readouterr().out
+    expected, received = from_reference(released).state_dict(), AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert expected.keys() == received.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+    assert main(["convert", "--from-reference", str(released), str(out)]) == 2
+    assert "must not exist or be empty" in capsys.readouterr().err

@@ -137,3 +137,14 @@ def test_a_quantised_model_is_refused(make_base):
     base.config.quantization_config = {"quant_method": "awq"}
     with pytest.raises(CheckpointError, match=r"quantised \(awq\)"):
         mhar.convert(base)
+
+
+def test_adapters_and_weights_that_are_not_in_memory_are_refused(make_base):
+    peft = pytest.importorskip("peft")
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), make_base())
+    with pytest.raises(CheckpointError, match=r"adapters\? merge them first.*q_proj"):
+        mhar.convert(adapted)
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(adapted.config)
+    with pytest.raises(CheckpointError, match=r"weights must be in memory: model\.embed_tokens\.weight"):
+        mhar.convert(empty)

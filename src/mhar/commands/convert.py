@@ -83,6 +83,7 @@ def _routing(options: argparse.Namespace) -> "RoutingConfig":
 def _from_reference(options: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from mhar.conversion.checkpoint import copy_side_files
     from mhar.conversion.folder import check_target, new_folder
     from mhar.conversion.reference_layout import from_reference
     from mhar.errors import ConfigurationError
@@ -93,6 +94,7 @@ def _from_reference(options: argparse.Namespace) -> int:
     model = from_reference(options.base)
     check_target(Path(options.out), sum(p.nbytes for p in model.parameters()))
     with new_folder(Path(options.out)) as partial:
+        copy_side_files(Path(options.base), partial)
         model.save_pretrained(partial)
     print(f"{options.out}: {model.config.routing_config.name}, {model.num_parameters():,} parameters")
     return 0

@@ -85,11 +85,6 @@ class Checkpoint:
             raise CheckpointError(f"{self.name} holds no tensor {name!r}")
         return found
 
-    def side_files(self) -> list[Path]:
-        """Tokenizer, generation configuration and licence files, relative to the folder."""
-        found = {path for pattern in SIDE_FILES for path in self.folder.glob(pattern) if path.is_file()}
-        return sorted(path.relative_to(self.folder) for path in found)
-
 
 def read_checkpoint(
     base: str | Path, revision: str | None = None, *, check: Callable[[dict[str, Any]], None]
@@ -203,11 +198,13 @@ def count_in_index(index: dict[str, dict[str, int]], num_bytes: int, num_element
             metadata[field] += change
 
 
-def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy tokenizer, generation configuration and licence files to `folder`."""
-    for path in checkpoint.side_files():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.folder / path, folder / path)
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, generation configuration and licence files from one folder to another."""
+    found = {path for pattern in SIDE_FILES for path in source.glob(pattern) if path.is_file()}
+    for path in sorted(found):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def hub_revision(folder: Path) -> str | None:

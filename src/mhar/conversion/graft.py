@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mhar.conversion.checkpoint import read_checkpoint
+from mhar.conversion.checkpoint import ROUTER, read_checkpoint
 from mhar.conversion.support import check_convertible, check_starts_closed
 from mhar.errors import CheckpointError
 from mhar.models import MharConfig, MharForCausalLM
@@ -70,6 +70,8 @@ def _graft(base: PreTrainedModel, routing: RoutingConfig) -> MharForCausalLM:
     expected = causal_lm_class(base.config.model_type)
     if type(base) is not expected:
         raise CheckpointError(f"only a plain {expected.__name__} of transformers converts, got {type(base)}")
+    if elsewhere := [name for name, weight in base.named_parameters() if weight.is_meta]:
+        raise CheckpointError(f"weights must be in memory: {elsewhere[0]} is offloaded or was never loaded")
     check_finite(name for name, weight in base.named_parameters() if not bool(weight.isfinite().all()))
     config = MharConfig.from_base(base.config, routing)
     with torch.device("meta"):
@@ -86,9 +88,12 @@ def _take_weights(model: MharForCausalLM, base: PreTrainedModel) -> None:
     """Make the base's parameters and buffers those of `model`; modules have the same names in both."""
     trainable = {name: weight.requires_grad for name, weight in base.named_parameters()}
     keys = model.load_state_dict(base.state_dict(keep_vars=True), strict=False, assign=True)
-    missing = [name for name in keys.missing_keys if ".router." not in name]
-    assert not missing, missing
-    assert not keys.unexpected_keys, keys.unexpected_keys
+    missing = [name for name in keys.missing_keys if not name.startswith(ROUTER)]
+    if wrong := [*missing, *keys.unexpected_keys]:
+        raise CheckpointError(
+            f"the model's modules are not those of a plain {type(base).__name__} (adapters? merge them first):"
+            f" {', '.join(wrong[:6])}"
+        )
     for name, weight in base.named_parameters():
         weight.requires_grad_(trainable[name])  # assignment took the new model's flags
     # No state dict carries these: rotary frequencies, embedding scales.

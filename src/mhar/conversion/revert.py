@@ -53,7 +53,7 @@ def revert_checkpoint(
     check_target(out, checkpoint.num_bytes)
     with new_folder(out) as partial:
         _write_weights(checkpoint, partial, progress)
-        copy_side_files(checkpoint, partial)
+        copy_side_files(checkpoint.folder, partial)
         base = config.to_base()
         base.architectures = [causal_lm_class(config.base_model_type).__name__]
         base.save_pretrained(partial)

@@ -119,7 +119,7 @@ def _write_weights(checkpoint: Checkpoint, folder: Path, added: dict[str, Tensor
 
 def _write_description(checkpoint: Checkpoint, folder: Path, config: MharConfig, num_added: int, title: str) -> None:
     """Configuration, remote code, tokenizer and other files of the base, and the model card."""
-    copy_side_files(checkpoint, folder)
+    copy_side_files(checkpoint.folder, folder)
     config.architectures = [MharForCausalLM.__name__]
     config.save_pretrained(folder)
     (folder / CARD).write_text(model_card(checkpoint, config, num_added, title), encoding="utf-8")
