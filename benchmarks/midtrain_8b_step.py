@@ -172,8 +172,11 @@ def measure(kind: str, shape: Shape, device: str, num_warmup: int, num_steps: in
         print(
             f"{kind}: step {number}: {steps[-1].seconds:.3f} s, loss {steps[-1].loss:.6f}", file=sys.stderr, flush=True
         )
-    summary = summarise(model, shape, steps, num_warmup)
-    return summary | peak_memory(device) | {"wall_s": time.perf_counter() - started}
+    summary = summarise(model, shape, steps, num_warmup) | peak_memory(device)
+    if clock.cuda:
+        static = summary["weights_gradients_moments_gib"]
+        summary["activations_and_buffers_gib"] = summary["peak_allocated_gib"] - static
+    return summary | {"wall_s": time.perf_counter() - started}
 
 
 def summarise(model: nn.Module, shape: Shape, steps: list[Step], num_warmup: int) -> dict[str, Any]:
@@ -257,7 +260,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the clock counts (default 2)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps (default 5)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps (default 4)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--only", choices=KINDS, help="measure one model, in this process")
     arguments = parser.parse_args()
