@@ -2,12 +2,10 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from mhar.models.compat import register_expert_layout
 from mhar.models.configuration import MharConfig
 from mhar.models.families import FAMILIES, Family
 from mhar.models.modeling import MharForCausalLM, MharModel
 
-register_expert_layout(MharConfig.model_type)
 AutoConfig.register("mhar", MharConfig, exist_ok=True)
 AutoModel.register(MharConfig, MharModel, exist_ok=True)
 AutoModelForCausalLM.register(MharConfig, MharForCausalLM, exist_ok=True)

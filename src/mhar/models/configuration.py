@@ -94,6 +94,13 @@ class MharConfig(PreTrainedConfig):
         values: dict[str, Any] = {**inherited_fields(base), **fields, "base_model_type": base.model_type}
         return cls(routing=None if routing is None else routing.to_dict(), **values)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `auto_map` belongs to folders that hold the code (export.py), not to what is saved from them."""
+        values = super().to_dict()
+        if self._auto_class is None:
+            values.pop("auto_map", None)
+        return values
+
     @property
     def family(self) -> Family:
         """How the base family runs its sublayers."""

@@ -13,12 +13,14 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from mhar.errors import InputError
 from mhar.models.checkpoints import check_keys, check_one_device, refuse_unsafe
-from mhar.models.compat import cache_argument, either_cache
+from mhar.models.compat import cache_argument, either_cache, register_expert_layout
 from mhar.models.configuration import MharConfig
 from mhar.models.families import base_model_class
 from mhar.models.loss import chunked_loss, load_balancing_loss, num_targets, shifted_targets, squared_log_partition
 from mhar.models.outputs import Collected, MharCausalLMOutput, MharModelOutput
 from mhar.routing import DepthHistory, DepthRouter
+
+register_expert_layout(MharConfig.model_type)
 
 MASKS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
