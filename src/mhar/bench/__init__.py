@@ -1,1 +1,1 @@
-"""TBD."""
+"""Operator and training-step benchmarks against the alternatives, gated on correctness."""
