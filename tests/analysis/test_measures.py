@@ -12,7 +12,7 @@ from mhar.ops.reference import routing_logits
 def logits_of(sources, query, gain, num_slices, eps=1e-6):
     """[N, S, 1, T] for sources [N, T, D] and one query [D]."""
     keys = measures.slice_keys(query[None, None], gain[None], num_slices)
-    return torch.stack([measures.slice_logits(source, keys, eps)[:, :, 0] for source in sources])
+    return torch.stack([measures.slice_logits(s, s.square().sum(-1), keys, eps)[:, :, 0] for s in sources])
 
 
 def test_slice_logits_are_the_reads_own():
@@ -61,9 +61,9 @@ def test_a_planted_query_has_the_known_divergence():
 
 
 def cosine(sources):
-    units = [measures.unit(source) for source in sources]
-    squares = sum(unit.square().sum(-1) for unit in units)
-    return float(measures.mean_pairwise_cosine(sum(units), squares, len(units)))
+    squares = [source.square().sum(-1) for source in sources]
+    units = [measures.unit(source, square) for source, square in zip(sources, squares, strict=True)]
+    return float(measures.mean_pairwise_cosine(sum(units), sum((s > 0).float() for s in squares), len(units)))
 
 
 def test_collinearity_of_known_sources():
@@ -84,11 +84,11 @@ def test_collinearity_is_the_mean_over_pairs():
 
 def test_entropy_and_head_disagreement_of_known_weights():
     one_hot = torch.eye(3)[:, None, :]  # head h reads source h alone
-    assert measures.entropy(one_hot).abs().max() == 0
-    assert float(measures.head_disagreement(one_hot, measures.entropy(one_hot))) == pytest.approx(math.log(3))
+    assert measures.mean_entropy(one_hot).abs().max() == 0
+    assert float(measures.head_disagreement(one_hot, measures.mean_entropy(one_hot))) == pytest.approx(math.log(3))
     equal = torch.rand(5, 4, 1).softmax(0).expand(5, 4, 3)
-    assert float(measures.head_disagreement(equal, measures.entropy(equal))) == pytest.approx(0.0, abs=1e-6)
-    assert measures.entropy(torch.full((5, 2, 3), 0.2))[0, 0] == pytest.approx(math.log(5))
+    assert float(measures.head_disagreement(equal, measures.mean_entropy(equal))) == pytest.approx(0.0, abs=1e-6)
+    assert measures.mean_entropy(torch.full((5, 2, 3), 0.2))[0] == pytest.approx(math.log(5))
 
 
 def test_top_sources_are_counted_once_each():

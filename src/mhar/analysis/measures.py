@@ -12,14 +12,15 @@ def slice_keys(queries: Tensor, norm_weight: Tensor, num_slices: int) -> Tensor:
     return (queries * norm_weight).float().unflatten(-1, (num_slices, -1)).permute(2, 0, 1, 3).contiguous()
 
 
-def slice_logits(source: Tensor, keys: Tensor, eps: float) -> Tensor:
+def slice_logits(source: Tensor, squares: Tensor, keys: Tensor, eps: float) -> Tensor:
     """<q_[s], key_[s]> of one source for many queries: [S, R, P, T] from [T, D] and [S, R, P, K].
 
-    The keys are normalised over the full width, as in the read; summing over S gives the logit of a single head.
+    `squares` [T] are the sources' squared lengths, which callers need for cosines as well. The keys are normalised over
+    the full width, as in the read; summing over S gives the logit of a single head.
     """
     num_slices, sets, rows, width = keys.shape
     values = source.unflatten(-1, (num_slices, -1)).permute(1, 2, 0)
-    r = torch.rsqrt(source.square().mean(dim=-1) + eps)
+    r = torch.rsqrt(squares / source.shape[-1] + eps)
     return ((keys.view(num_slices, sets * rows, width) @ values) * r).view(num_slices, sets, rows, -1)
 
 
@@ -38,9 +39,9 @@ def width_disagreement(logits: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def entropy(weights: Tensor, dim: int = 0) -> Tensor:
-    """Entropy over `dim`, in nats; 0 log 0 = 0."""
-    return -torch.xlogy(weights, weights).sum(dim=dim)
+def mean_entropy(weights: Tensor) -> Tensor:
+    """Entropy over sources, mean over tokens, in nats: [H] from [N, T, H]; 0 log 0 = 0."""
+    return torch.xlogy(weights, weights).sum(dim=(0, 1)) / -weights.shape[1]
 
 
 def head_disagreement(weights: Tensor, entropies: Tensor) -> Tensor:
@@ -49,9 +50,9 @@ def head_disagreement(weights: Tensor, entropies: Tensor) -> Tensor:
     It is H(mean over heads of w_h) - mean over heads of H(w_h): 0 when all heads route alike, log H at most.
 
     Args:
-        weights: [N, T, H]; entropies: of its heads, [T, H].
+        weights: [N, T, H]; entropies: of its heads, as `mean_entropy` gives them, [H].
     """
-    return (entropy(weights.mean(dim=-1)) - entropies.mean(dim=-1)).mean()
+    return mean_entropy(weights.mean(dim=-1, keepdim=True))[0] - entropies.mean()
 
 
 def top_source_counts(weights: Tensor) -> Tensor:
@@ -62,20 +63,20 @@ def top_source_counts(weights: Tensor) -> Tensor:
     return torch.bincount(winners.flatten(), minlength=num_sources * num_heads).view(num_sources, num_heads)
 
 
-def unit(source: Tensor) -> Tensor:
-    """Rows of length one; rows of zeros stay zeros."""
-    return source / source.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(source.dtype).tiny)
+def unit(source: Tensor, squares: Tensor) -> Tensor:
+    """Rows of length one, [T, D], from rows and their squared lengths [T]; rows of zeros stay zeros."""
+    return source * torch.rsqrt(squares.clamp_min(torch.finfo(source.dtype).tiny)).unsqueeze(-1)
 
 
-def mean_pairwise_cosine(total: Tensor, squares: Tensor, count: int) -> Tensor:
+def mean_pairwise_cosine(total: Tensor, selves: Tensor, count: int) -> Tensor:
     """Mean over tokens and over pairs of sources of their cosine.
 
     Args:
         total: sum of the sources' unit vectors [T, D]; the square of its length is the sum of all cosines.
-        squares: sum of the unit vectors' squared lengths [T] (the pairs of a source with itself).
+        selves: the sources that are not zero, [T] (the pairs of a source with itself).
         count: number of sources, at least two.
     """
-    return ((total.square().sum(dim=-1) - squares) / (count * (count - 1))).mean()
+    return ((total.square().sum(dim=-1) - selves) / (count * (count - 1))).mean()
 
 
 def matched_random_queries(query: Tensor, num_queries: int, seed: int, num_heads: int) -> Tensor:

@@ -61,8 +61,12 @@ class _Pass:
 
     last_site: int = -1
     logits: dict[str, tuple[int, Tensor]] = field(default_factory=dict[str, tuple[int, Tensor]])
-    units: Tensor | None = None
-    squares: Tensor | None = None
+    units: Tensor | float = 0.0
+    selves: Tensor | float = 0.0
+
+    def add_unit(self, unit: Tensor, is_nonzero: Tensor) -> None:
+        self.units = self.units + unit
+        self.selves = self.selves + is_nonzero.float()
 
 
 def find_router(model: nn.Module) -> DepthRouter:
@@ -142,16 +146,11 @@ class Probe:
             if name in (NULL, PARTIAL) or name in self._pass.logits:
                 continue
             values = self._sample(source, 0).float()
+            squares = values.square().sum(dim=-1)
             first_row = self._row(read)
-            logits = measures.slice_logits(values, self._keys[:, :, first_row:].contiguous(), self.router.eps)
+            logits = measures.slice_logits(values, squares, self._keys[:, :, first_row:].contiguous(), self.router.eps)
             self._pass.logits[name] = (first_row, logits)
-            self._add_unit(measures.unit(values))
-
-    def _add_unit(self, unit: Tensor) -> None:
-        state = self._pass
-        squares = unit.square().sum(dim=-1)
-        state.units = unit if state.units is None else state.units.add_(unit)
-        state.squares = squares if state.squares is None else state.squares + squares
+            self._pass.add_unit(measures.unit(values, squares), squares > 0)
 
     def _row(self, read: SiteRead) -> int:
         row = self.router.site_rows[read.site]
@@ -169,7 +168,8 @@ class Probe:
             else:
                 values = self._sample(source, 0).float()
                 keys = self._keys[:, :, row : row + 1].contiguous()
-                parts.append(measures.slice_logits(values, keys, self.router.eps)[:, :, 0])
+                squares = values.square().sum(dim=-1)
+                parts.append(measures.slice_logits(values, squares, keys, self.router.eps)[:, :, 0])
         return torch.stack(parts)
 
     def _add_logits(self, read: SiteRead, sums: SiteSums) -> None:
@@ -182,30 +182,30 @@ class Probe:
         weights = logits.softmax(dim=0)
         sums.null_weights = sums.null_weights + weights.sum(dim=-1).mean(dim=-1)
         by_head = weights.flatten(2).transpose(1, 2)
-        null = measures.head_disagreement(by_head, measures.entropy(by_head))
+        null = measures.head_disagreement(by_head, measures.mean_entropy(by_head))
         sums.null_head_disagreement = sums.null_head_disagreement + num_tokens * null
 
     def _add_weights(self, read: SiteRead, sums: SiteSums) -> None:
         weights = self._sample(read.weights, 1)
-        entropies = measures.entropy(weights)
+        entropies = measures.mean_entropy(weights)
         sums.num_tokens += weights.shape[1]
-        sums.entropy = sums.entropy + entropies.sum(dim=0)
+        sums.entropy = sums.entropy + weights.shape[1] * entropies
         sums.top_counts = sums.top_counts + measures.top_source_counts(weights)
         if self.num_heads > 1:
             disagreement = measures.head_disagreement(weights, entropies)
             sums.head_disagreement = sums.head_disagreement + weights.shape[1] * disagreement
 
     def _add_collinearity(self, read: SiteRead, sums: SiteSums) -> None:
-        total, squares = self._pass.units, self._pass.squares
-        assert total is not None
-        assert squares is not None
+        total, selves = self._pass.units, self._pass.selves
         count = sum(name != NULL for name in read.source_names)
         if read.source_names[-1] == PARTIAL:
-            unit = measures.unit(self._sample(read.sources[-1], 0).float())
-            total, squares = total + unit, squares + unit.square().sum(dim=-1)
+            values = self._sample(read.sources[-1], 0).float()
+            squares = values.square().sum(dim=-1)
+            total, selves = total + measures.unit(values, squares), selves + (squares > 0).float()
         if count > 1:
-            cosine = measures.mean_pairwise_cosine(total, squares, count)
-            sums.collinearity = sums.collinearity + len(squares) * cosine
+            assert isinstance(total, Tensor)
+            assert isinstance(selves, Tensor)
+            sums.collinearity = sums.collinearity + len(selves) * measures.mean_pairwise_cosine(total, selves, count)
 
     def result(self) -> "dict[str, Any]":
         """Everything measured, as plain values; see `mhar.analysis.probe_result`."""
