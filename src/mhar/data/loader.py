@@ -77,4 +77,5 @@ def training_loader(
 ) -> "DataLoader[dict[str, Tensor]]":
     """A plain DataLoader; `workers` processes only fetch ahead, they change nothing."""
     options: dict[str, Any] = {"prefetch_factor": 4} if workers else {}
+    options["generator"] = torch.Generator()  # else the loader's start would draw from the run's own generator
     return DataLoader(samples, batch_sampler=batches, num_workers=workers, pin_memory=pin_memory, **options)

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -20,6 +22,7 @@ from mhar.training.optimizer import WeightAverage
 
 STATE = "state.json"
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+FAILURES = (Exception, CheckpointException)  # the latter is a BaseException
 # What decides the numbers of a run: a checkpoint continues only a run that agrees in all of it.
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "steps", "batch_size", "ema")
 FREE = {
@@ -46,6 +49,14 @@ class Checkpoints:
         if world.size > 1:
             dist.barrier()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Let a save under way end before the process groups do."""
+        if self._pending is not None:
+            futures.wait([self._pending[1]])
+
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, ascending."""
         return steps_in(self.folder)
@@ -67,12 +78,12 @@ class Checkpoints:
                     state.tensors(), checkpoint_id=partial, process_group=self.world.save_group
                 ),
             )
-        except Exception as error:
+            self._pending = (target, future)
+            if self.world.is_main:
+                partial.mkdir(parents=True, exist_ok=True)
+                runfile.write_atomically(partial / STATE, json.dumps({"step": step, "run": self.identity}))
+        except FAILURES as error:
             raise self._failed(target, error) from error
-        if self.world.is_main:
-            partial.mkdir(parents=True, exist_ok=True)
-            runfile.write_atomically(partial / STATE, json.dumps({"step": step, "run": self.identity}))
-        self._pending = (target, future)
         if wait or not self.options.asynchronous:
             self.wait()
 
@@ -91,7 +102,7 @@ class Checkpoints:
             if self.world.is_main:
                 target.with_name(f"{target.name}.partial").rename(target)
                 self._prune()
-        except Exception as error:
+        except FAILURES as error:
             raise self._failed(target, error) from error
 
     def load(self, step: int, state: "TrainingState") -> None:
@@ -107,8 +118,8 @@ class Checkpoints:
         tensors = state.tensors()
         try:
             state_dict_loader.load(tensors, checkpoint_id=source, process_group=self.world.save_group)
-        except Exception as error:
-            raise CheckpointError(f"{source} cannot be loaded: {error}") from error
+        except FAILURES as error:
+            raise CheckpointError(f"{source} cannot be loaded: {_reason(error)}") from error
         state.restore(tensors)
 
     def _prune(self) -> None:
@@ -117,10 +128,10 @@ class Checkpoints:
             doomed = (self.folder / f"step-{step}").rename(self.folder / f"step-{step}.deleting")
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def _failed(self, target: Path, error: Exception) -> CheckpointError:
+    def _failed(self, target: Path, error: BaseException) -> CheckpointError:
         good = self.steps()
         last = f"the last good one is step-{good[-1]}" if good else "there is no earlier one"
-        return CheckpointError(f"{target} could not be saved ({error}); {last}")
+        return CheckpointError(f"{target} could not be saved ({_reason(error)}); {last}")
 
 
 class TrainingState:
@@ -163,6 +174,14 @@ def identity(config: RunConfig) -> dict[str, Any]:
     for section, names in FREE.items():
         values[section] = {name: value for name, value in values[section].items() if name not in names}
     return values
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in one line; DCP wraps what happened on each rank."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(cause).__name__} {cause}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _differences(found: Any, asked: Any, where: str = "") -> list[str]:

@@ -39,7 +39,9 @@ def build_model(section: ModelSection, seed: int, device: str = "cpu") -> PreTra
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("router" in name.split("."))
     if section.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # 5.24 renamed it and warns about the old name
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     return model
 
 
@@ -95,8 +97,8 @@ def with_config(model: PreTrainedModel, config: Any) -> PreTrainedModel:
 def place_model(config: RunConfig, world: World) -> nn.Module:
     """The run's model on its ranks. Only the first rank of a sharded run ever holds the whole model."""
     if world.mode not in ("fsdp", "hsdp"):
-        model: nn.Module = build_model(config.model, config.seed)
-        return spread(model.to(device=world.device), config.parallel, world)
+        model = nn.Module.to(build_model(config.model, config.seed), world.device)
+        return spread(model, config.parallel, world)
     whole = build_model(config.model, config.seed) if world.is_main else None
     skeleton = build_model(config.model, config.seed, "meta")
     model = spread(skeleton, config.parallel, world)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mhar.errors import ConfigurationError
@@ -55,7 +56,7 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
+        self.decay, self.model = decay, model
         self.weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.averages = {name: parameter.detach().clone() for name, parameter in self.weights.items()}
 
@@ -80,6 +81,9 @@ class WeightAverage:
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what is still gathered from the last forward holds the old values
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -57,7 +57,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         check_batch(config.batch_size, config.micro_batch_size, world.size)
         config.out.mkdir(parents=True, exist_ok=True)
         run = Run(config, world, begin)
-        with run.metrics:
+        with run.metrics, run.checkpoints:
             return run.train()
 
 
