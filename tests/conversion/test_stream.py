@@ -1,6 +1,8 @@
 """Checkpoints converted folder to folder and back, for every family."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,28 @@ def test_auto_classes_load_the_result(make_folder, tmp_path: Path, input_ids: Te
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+REMOTE = """
+import sys, torch
+sys.modules["mhar"] = None  # not installed
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32)
+torch.save(model(torch.arange(1, 30)[None]).logits, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_result_runs_where_the_library_is_not_installed(
+    make_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+):
+    """Through `trust_remote_code`, in a new process: the code beside the weights is enough, experts included."""
+    convert_checkpoint(make_folder(family), tmp_path / "out", ROUTING, verify=False)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    command = [sys.executable, "-c", REMOTE, str(tmp_path / "out"), str(tmp_path / "logits")]
+    subprocess.run(command, check=True, capture_output=True)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "base")(torch.arange(1, 30)[None]).logits
+    assert torch.equal(torch.load(tmp_path / "logits"), expected)
 
 
 def test_the_report_is_stored_and_printed(make_folder, tmp_path: Path):
@@ -127,6 +151,14 @@ def test_a_base_without_a_card_has_an_unknown_licence(make_folder, tmp_path: Pat
     card = (tmp_path / "out" / "README.md").read_text()
     assert "license: unknown" in card.splitlines()
     assert "Base licence: not stated" in card
+    assert "- Routing: variant `delta_block_mhar`, 2 heads, blocks of 2 layers, all gates zero, 679 parameters" in card
+
+
+def test_the_control_has_no_routing(make_folder, tmp_path: Path):
+    report = convert_checkpoint(make_folder(), tmp_path / "out", "baseline")
+    assert "routing   baseline, no parameters" in report.lines()
+    assert all_tensors(tmp_path / "out").keys() == all_tensors(tmp_path / "base").keys()
+    assert "- Routing: none (the additive baseline), 0 parameters" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_hub_name_brings_its_revision(make_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -87,6 +87,7 @@ def _from_reference(options: argparse.Namespace) -> int:
     from mhar.conversion.folder import check_target, new_folder
     from mhar.conversion.reference_layout import from_reference
     from mhar.errors import ConfigurationError
+    from mhar.models.export import export_model
 
     given = ("variant", "num_heads", "block_size", "revision", "verify")
     if refused := [f"--{name.replace('_', '-')}" for name in given if getattr(options, name) is not None]:
@@ -95,6 +96,6 @@ def _from_reference(options: argparse.Namespace) -> int:
     check_target(Path(options.out), sum(p.nbytes for p in model.parameters()))
     with new_folder(Path(options.out)) as partial:
         copy_side_files(Path(options.base), partial)
-        model.save_pretrained(partial)
+        export_model(model, partial)
     print(f"{options.out}: {model.config.routing_config.name}, {model.num_parameters():,} parameters")
     return 0

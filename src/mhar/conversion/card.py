@@ -18,11 +18,12 @@ TAGS = ["mhar", "attention-residuals", "depth-routing"]
 TEXT = """\
 # {title}
 
-{base} with multi-head depth routing added by `mhar convert`; nothing has been trained yet.
-Base revision: {revision}. Base licence: {licence}.
+{base} with multi-head depth routing added by `mhar convert`. Nothing has been trained yet: the logits are those of the
+base model (`conversion_report.json` holds the comparison), and `mhar revert` gives the base back.
 
-Routing: {routing} ({num_routing:,} parameters). It starts closed: all gates are zero, so the logits are those of the
-base model (`conversion_report.json` holds the comparison), and `mhar revert` takes it off again.
+- Base revision: {revision}
+- Base licence: {licence}
+- Routing: {routing}, {num_routing:,} parameters
 
 ```python
 import mhar.models  # registers the model with transformers; or pass trust_remote_code=True
@@ -72,8 +73,10 @@ def model_card(base: Checkpoint, config: MharConfig, num_routing: int, title: st
 
 def routing_in_words(routing: RoutingConfig) -> str:
     """The routing in one phrase."""
+    if routing.read == "none":
+        return "none (the additive baseline)"
     sources = f", blocks of {routing.block_size} layers" if routing.sources == "block" else ""
-    return f"variant `{routing.name}`, {routing.num_heads} heads{sources}"
+    return f"variant `{routing.name}`, {routing.num_heads} heads{sources}, all gates zero"
 
 
 def licence_of(metadata: dict[str, Any]) -> str:

@@ -63,11 +63,11 @@ class ConversionReport:
     def lines(self) -> list[str]:
         """The report for a terminal."""
         revision = self.base["revision"] or "unknown"
+        heads = f"{self.routing['num_heads']} heads, +{self.num_routing_parameters:,} parameters, gates closed"
         lines = [
             f"base      {self.base['name']} ({self.base['model_type']}, {self.base['num_parameters']:,} parameters,"
             f" revision {revision})",
-            f"routing   {self.variant}, {self.routing['num_heads']} heads,"
-            f" +{self.num_routing_parameters:,} parameters, gates closed",
+            f"routing   {self.variant}, {heads if self.num_routing_parameters else 'no parameters'}",
         ]
         if self.verification is None:
             return [*lines, f"logits    not compared: {self.skipped}"]

@@ -25,6 +25,7 @@ from mhar.conversion.tensorfile import copy_tensors
 from mhar.conversion.verify import Verification, available_bytes, verification_bytes, verify_folders
 from mhar.errors import CheckpointError
 from mhar.models import MharConfig, MharForCausalLM
+from mhar.models.export import add_remote_code
 from mhar.routing import RoutingConfig
 
 Progress = Callable[[str], None]
@@ -122,6 +123,7 @@ def _write_description(checkpoint: Checkpoint, folder: Path, config: MharConfig,
     copy_side_files(checkpoint.folder, folder)
     config.architectures = [MharForCausalLM.__name__]
     config.save_pretrained(folder)
+    add_remote_code(folder)
     (folder / CARD).write_text(model_card(checkpoint, config, num_added, title), encoding="utf-8")
 
 
