@@ -7,9 +7,11 @@ settings belong in `MEASURED` of src/mhar/ops/triton/tuning.py. All kernels are 
 """
 
 import argparse
+import cProfile
 import dataclasses
 import json
 import multiprocessing
+import pstats
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -163,7 +165,7 @@ def capturing() -> Iterator[list[Any]]:
     """Records launches on CPU tensors instead of running them."""
     from mhar.ops.triton.offline import captured_launches
 
-    backend = mock.patch("mhar.routing.history.resolve_backend", lambda *_: "triton")
+    backend = mock.patch("mhar.routing.history.resolve_backend", return_value="triton")
     with captured_launches() as launches, backend:
         yield launches
 
@@ -234,6 +236,18 @@ def measure(shape: Shape, tokens: int, tunings: list[Any], norm: bool, deadline:
         yield {"norm": norm, "tuning": dataclasses.asdict(tuning), **row}
 
 
+def profile_launches(shape: Shape) -> None:
+    """Prints the functions in which the CPU spends the time of an eager pass."""
+    problem = Problem(shape, shape.tokens[0], "cuda", False)
+    problem.step(problem.routed)
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(5):
+        problem.step(problem.routed)
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
@@ -241,6 +255,7 @@ def main() -> None:
     parser.add_argument("--sweep", type=Path, help="JSON: shape -> list of changed fields, instead of CANDIDATES")
     parser.add_argument("--norm", action="store_true", help="also with the following RMSNorm fused")
     parser.add_argument("--seconds", type=float, default=200, help="stop measuring after this time")
+    parser.add_argument("--profile", action="store_true", help="print where the launches of a pass spend CPU time")
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache and stop")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
@@ -271,8 +286,11 @@ def main() -> None:
                 ):
                     results["rows"].append({"shape": name, "tokens": tokens, "candidate": i, **row})
                     brief = {k: v for k, v in row.items() if k not in ("tuning", "kernels_us")}
-                    print(name, tokens, i, brief, list(row.get("kernels_us", {}).items())[:7], flush=True)
+                    ours = {k.removesuffix("_kernel"): v for k, v in row.get("kernels_us", {}).items() if "::" not in k}
+                    print(name, tokens, i, *brief.items(), ours, flush=True)
                     arguments.out.write_text(json.dumps(results, indent=1))
+    if arguments.profile:
+        profile_launches(SHAPES[arguments.shapes[-1]])
 
 
 if __name__ == "__main__":

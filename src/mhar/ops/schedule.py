@@ -47,20 +47,23 @@ class SublayerSchedule:
 
     def own_start(self, s: int) -> int:
         """First row that site s reads by itself; older ones are in its partial mix."""
-        return s - s % self.inner if self.block else 0
+        start = self.block_start(s)
+        return s - (s - start) % self.inner if self.block else 0
 
     def own_end(self, n: int) -> int:
         """One past the last site that row n visits by itself; later ones have been gathered."""
-        return min(self.own_start(n) + self.inner, self.last) if self.block else self.last
+        if not self.block:
+            return self.last
+        return min(self.own_start(n) + self.inner, self.block_start(n) + self.block, self.last)
 
     def forward(self, s: int) -> Pass | None:
         """The pass to run before site s."""
-        if not self.block or s == 0 or s % self.inner:
+        if not self.block or s == 0 or self.own_start(s) != s:
             return None
         start = self.block_start(s)
         if s == start:
             return self._pass(s, start + self.block, 0, s, False)
-        return self._pass(s, s + self.inner, start, s, start > 0)
+        return self._pass(s, min(s + self.inner, start + self.block), start, s, start > 0)
 
     def _pass(self, site0: int, site1: int, row0: int, row1: int, merge: bool) -> Pass | None:
         site0, site1 = max(site0, self.first), min(site1, self.last)
@@ -76,7 +79,7 @@ class SublayerSchedule:
         gathered = outer < last and outer == start + self.block
         if n == outer - 1 and gathered:
             passes.append(Pass(outer, last, start, outer, False))
-        begin = n - n % self.inner
+        begin = self.own_start(n)
         end = min(begin + self.inner, outer)
         if n == end - 1 and end < outer:
             passes.append(Pass(end, outer, begin, end, gathered))
@@ -84,7 +87,7 @@ class SublayerSchedule:
 
     def gathered(self, n: int, last: int) -> bool:
         """Whether row n has gathered from later sites by passes."""
-        return bool(self.block) and self.own_start(n) + self.inner < last
+        return bool(self.block) and self.own_end(n) < last
 
 
 def sublayer_schedule(first: int, last: int, schedule: Schedule, preferred: tuple[int, int]) -> SublayerSchedule:

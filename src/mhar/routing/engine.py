@@ -34,7 +34,6 @@ class FusedPass:
     def __init__(self, router: "DepthRouter", embedding: Tensor, row_dtype: torch.dtype) -> None:
         self.router = router
         self.shape = embedding.shape
-        self.token = torch.empty(0, device=embedding.device)
         self.next_backward: int | None = None
         parameters = [getattr(router, name) for name in PARAMETERS]
         self.trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
@@ -70,21 +69,28 @@ class FusedPass:
         router = self.router
         return tuning_for(router.width, router.num_heads, router.num_sites, row_dtype, capability)
 
-    def read(self, s: int, x: Tensor, norm: Norm | None) -> Tensor:
-        """What the sublayer after site s reads, its newest source being x; normed with `norm`."""
+    def token(self) -> Tensor:
+        """The token that site 0 takes."""
+        return torch.empty(0, device=self.passes.r.device)
+
+    def read(self, s: int, x: Tensor, token: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """What the sublayer after site s reads, its newest source being x; normed with `norm`. Also the next token.
+
+        The token must not be kept here: its graph refers to this object, and neither would ever be freed.
+        """
         fused = None if norm is None else fusible_norm(norm, self.router.width)
         given: tuple[Tensor | None, ...] = (None,) * len(PARAMETERS)
         if s == 0:
             given = tuple(getattr(self.router, name) for name in PARAMETERS)
         weight, eps, offset = (None, 0.0, 0.0) if fused is None else fused
-        inputs = (x, self.token, weight, *given)
+        inputs = (x, token, weight, *given)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-        hidden, self.token = SiteRead.apply(self, s, save, x, self.token, (eps, offset), weight, *given)
-        return hidden if norm is None or fused is not None else norm(hidden)
+        hidden, token = SiteRead.apply(self, s, save, x, token, (eps, offset), weight, *given)
+        return hidden if norm is None or fused is not None else norm(hidden), token
 
     def rows(self, count: int) -> list[Tensor]:
         """The first `count` source rows [..., D], as views."""
-        return [self.passes.rows[:, n].view(self.shape) for n in range(count)]
+        return [self.passes.source_row(n).view(self.shape) for n in range(count)]
 
     def begin_backward(self, s: int) -> None:
         """Raises RuntimeError unless site s is the next of the one backward pass."""

@@ -41,6 +41,7 @@ class DepthHistory:
         self._partial: Tensor | None = None  # sum over the current block (replace reads of blocks)
         self._newest = embedding
         self._fused = None if self._hooks else _start_fused(router, embedding, self._row_dtype)
+        self._token = self._fused.token() if self._fused is not None else None
         self._partials: dict[int, Tensor] = {}  # per site, for `weights`; kept only where autograd keeps them anyway
 
     def read(self, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -56,9 +57,10 @@ class DepthHistory:
         """
         self._check_read_order()
         self._read_done = True
-        if self._fused is not None:
+        if self._fused is not None and self._token is not None:
             self._check_versions(1)
-            return self._fused.read(self._index, self._newest, norm)
+            hidden, self._token = self._fused.read(self._index, self._newest, self._token, norm)
+            return hidden
         hidden = self._read(self._router.plan[self._index])
         return hidden if norm is None else norm(hidden)
 

@@ -44,6 +44,7 @@ class BlockPass(RoutedPass):
         self.group_of = {s: group for group in self.groups for s in range(*group)}
         self.rows_of = shared
         self.slots = max((end - begin for begin, end in self.groups), default=1)
+        self.row_strides, self.slot_strides = self.strides(self.num_rows), self.strides(self.slots)
         self.stream = self.empty(tokens, parameters.width, dtype=stream_dtype)
         self.base = self.empty(tokens, parameters.width, dtype=stream_dtype) if add else self.stream
         self.locals: dict[int, Tensor] = {}
@@ -115,9 +116,10 @@ class BlockPass(RoutedPass):
         begin = self.group_of[s][0] if s in self.group_of else s
         kernel(
             (-(-self.tokens // t.forward_rows), 1, 1), (variant_of(x, weight), self.stream.dtype),
-            x, stream_in, self.stream, self.base, self.rows, self.r, self.partial, self.partial_lse, self.partial_scale,
+            x, stream_in, self.stream, self.base, self.rows, self.r, self.partial, self.partial_lse,
             p.a, p.gate, p.null, p.null_logit, hidden, residual, self.lse, local_r, hidden, weight, result, nr,
-            s, row or 0, s - begin, self.tokens, self.num_rows, self.slots, self.padded_sites, p.eps, norm_eps,
+            s, row or 0, s - begin, self.tokens, *self.row_strides, *self.slot_strides, self.num_rows, self.slots,
+            self.padded_sites, p.eps, norm_eps,
         )  # fmt: skip
         return result
 
@@ -137,7 +139,7 @@ class BlockPass(RoutedPass):
         return Kernel(
             block_forward_kernel, self.tuning.forward_warps, **self.site_shape(), BP=self.tuning.forward_rows,
             UPDATE=update, FRESH=fresh, BIRTH=birth, SUBTRACT=subtract and self.add, READ=read, ROUTED=routed,
-            PARTIAL=partial, SCALED=self.scaled, LOCAL=local, ADD=self.add,
+            PARTIAL=partial, LOCAL=local, ADD=self.add,
             HAS_GATE=self.parameters.has_gate, HAS_NULL=self.parameters.has_null, NORM=norm, NORM_OFFSET=offset,
             SAVE=save, RESIDUAL=self.residual,
         )  # fmt: skip
@@ -147,14 +149,14 @@ class BlockPass(RoutedPass):
         kernel = self.kernels.get(
             ("partial_mix", False, self.dtype, t),
             lambda: Kernel(
-                partial_mix_kernel, t.mix_warps, **self.pass_shape(),
-                MERGE=False, SCALED=self.scaled, STAGES=t.mix_stages,
+                partial_mix_kernel, t.mix_warps, **self.pass_shape(t.mix_tile),
+                MERGE=False, STAGES=t.mix_stages,
             ),
         )  # fmt: skip
         kernel(
-            (self.tokens, p.num_heads, 1), self.r.device.index,
-            self.rows, self.r, p.a_high, p.a_low, self.partial, self.partial_lse, self.partial_scale,
-            group[0], group[1] - group[0], 0, 0, rows, self.num_rows, self.slots,
+            (self.tokens * p.num_heads, 1, 1), self.r.device.index,
+            self.rows, self.r, p.a_high, p.a_low, self.partial, self.partial_lse,
+            group[0], group[1] - group[0], 0, 0, rows, *self.row_strides, *self.slot_strides, self.num_rows, self.slots,
         )  # fmt: skip
 
     # Backward.
@@ -163,10 +165,10 @@ class BlockPass(RoutedPass):
         p = self.parameters
         self.last = s + 1
         self.begin_sums()
-        self.d_rows = self.empty(self.tokens, self.slots, p.width, dtype=self.dtype)
+        self.d_rows = self.per_row(self.slots, self.dtype)
         shape = (self.tokens, p.num_heads, self.num_rows, self.padded_sites)
         self.d_logits = torch.zeros(shape, device=p.a.device)
-        self.gathered = self.empty(self.tokens, self.num_rows, p.width)
+        self.gathered = self.per_row(self.num_rows)
         self.gathered_t = self.empty(self.tokens, p.num_heads, self.num_rows)
         self.touched = 0  # rows that have received a gradient
         self.d_local = torch.zeros_like(p.a) if not self.add and p.trained else None
@@ -216,7 +218,8 @@ class BlockPass(RoutedPass):
             _or(saved.local, a), _or(saved.local_r, a), a, self.lse, self.c, p.gate, p.null, p.null_logit,
             self.null_c, self.d_rows, prev, _or(prev_residual, a), self.gathered, self.gathered_t, self.rows, self.r,
             dx, _or(dx_residual, a), norm_part, null_part, local_part,
-            n, row or 0, n - begin, self.tokens, self.num_rows, self.slots, self.padded_sites,
+            n, row or 0, n - begin, self.tokens, *self.row_strides, *self.slot_strides, self.num_rows,
+            self.padded_sites,
         )  # fmt: skip
         if finish:
             self.carried = (dx, dx_residual)
@@ -241,15 +244,15 @@ class BlockPass(RoutedPass):
         kernel = self.kernels.get(
             ("scatter", merge, one_tile, self.dtype, t, self.add),
             lambda: Kernel(
-                scatter_kernel, t.pull_warps, **self.pass_shape(), HAS_GATE=p.has_gate, MERGE=merge,
+                scatter_kernel, t.pull_warps, **self.pass_shape(t.pull_tile), HAS_GATE=p.has_gate, MERGE=merge,
                 INLINE_C=self.add, ONE_TILE=one_tile, A_LOW=t.low_query, STAGES=t.pull_stages,
             ),
         )  # fmt: skip
         kernel(
-            (self.tokens, p.num_heads, 1), self.r.device.index,
+            (self.tokens * p.num_heads, 1, 1), self.r.device.index,
             self.rows, self.r, self.d_rows, p.a_high, p.a_low, self.lse, self.c, p.gate, self.gathered,
-            self.gathered_t, self.d_logits, rows, 0, group[0], min(group[1], self.last) - group[0],
-            self.num_rows, self.slots, self.padded_sites,
+            self.gathered_t, self.d_logits, rows, group[0], min(group[1], self.last) - group[0],
+            *self.row_strides, *self.slot_strides, *self.row_strides, self.num_rows, self.padded_sites,
         )  # fmt: skip
         self.touched = max(self.touched, rows)
 

@@ -14,13 +14,13 @@ from mhar.ops.triton.common import residual_of, restore
 from mhar.ops.triton.storage import stored
 
 
-@triton.jit(do_not_specialize=["s", "row", "slot", "tokens", "VR", "S", "MP"])
+@triton.jit(do_not_specialize=["s", "row", "slot", "tokens", "VP", "VN", "SP", "SN", "VR", "S", "MP"])
 def block_forward_kernel(
-    X, STREAM_IN, STREAM, BASE, V, R, P, LSEP, SCALE, A, GATE, NULL, NULL_LOGIT, OUT, RES, LSE, LOCAL_R,
-    HIDDEN, NORM_W, Y, NORM_R, s, row, slot, tokens, VR, S, MP, eps, norm_eps,
+    X, STREAM_IN, STREAM, BASE, V, R, P, LSEP, A, GATE, NULL, NULL_LOGIT, OUT, RES, LSE, LOCAL_R,
+    HIDDEN, NORM_W, Y, NORM_R, s, row, slot, tokens, VP, VN, SP, SN, VR, S, MP, eps, norm_eps,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BP: tl.constexpr,
     UPDATE: tl.constexpr, FRESH: tl.constexpr, BIRTH: tl.constexpr, SUBTRACT: tl.constexpr, READ: tl.constexpr,
-    ROUTED: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, LOCAL: tl.constexpr, ADD: tl.constexpr,
+    ROUTED: tl.constexpr, PARTIAL: tl.constexpr, LOCAL: tl.constexpr, ADD: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_NULL: tl.constexpr, NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
     SAVE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def block_forward_kernel(
     phmask = pmask[:, None] & (hh < H)[None, :]
     channel = hh[None, :, None] * K + kk[None, None, :]
     at = p[:, None, None] * D + channel
-    v_at = p[:, None, None] * (VR * D) + row * D + channel
+    v_at = (p[:, None, None] * VP + row * VN) * D + channel
     ph = p[:, None] * H + hh[None, :]
     masks = ()
     stream = ()
@@ -79,14 +79,10 @@ def block_forward_kernel(
                 side = ph * S + slot
                 m = tl.load(LSEP + side, mask=phmask, other=0.0)
                 z = tl.full((BP, HP), 1.0, tl.float32)
-                factor = z
-                if SCALED:
-                    factor = tl.load(SCALE + side, mask=phmask, other=0.0)
-                p_at = P + (p[:, None, None] * S + slot) * D + channel
+                p_at = P + (p[:, None, None] * SP + slot * SN) * D + channel
                 new_out = ()
                 for j in tl.static_range(NT):
-                    x = tl.load(p_at + j * KT, mask=masks[j], other=0.0).to(tl.float32)
-                    new_out = new_out + (x * factor[:, :, None],)
+                    new_out = new_out + (tl.load(p_at + j * KT, mask=masks[j], other=0.0),)
                 out = new_out
             if LOCAL:
                 square = tl.zeros((BP, HP, KT), tl.float32)
@@ -154,20 +150,20 @@ def block_forward_kernel(
 
 
 @triton.jit
-def row_gradient(G, T, V, R, p, ph, n, VR, channel, mask, pmask, phmask, j: tl.constexpr, D: tl.constexpr):
+def row_gradient(G, T, V, R, p, ph, n, VP, VN, VR, channel, mask, pmask, phmask, j: tl.constexpr, D: tl.constexpr):
     """Tile j of the finished gradient of row n: G - (r^2 / D) (sum over heads of T) v."""
     r = tl.load(R + p * VR + n, mask=pmask, other=0.0)
     t = tl.sum(tl.load(T + ph * VR + n, mask=phmask, other=0.0), axis=1) * (r * r) * (1.0 / D)
-    at = (p[:, None, None] * VR + n) * D + channel
+    at = (p[:, None, None] * VP + n * VN) * D + channel
     v = tl.load(V + at + j, mask=mask, other=0.0).to(tl.float32)
     return tl.load(G + at + j, mask=mask, other=0.0) - t[:, None, None] * v
 
 
-@triton.jit(do_not_specialize=["s", "row", "slot", "tokens", "VR", "VS", "MP"])
+@triton.jit(do_not_specialize=["s", "row", "slot", "tokens", "VP", "VN", "DP", "DN", "VR", "MP"])
 def block_backward_kernel(
     DOUT_IN, HIDDEN, RES, NORM_W, NORM_R, LOCAL_V, LOCAL_R, A, LSE, C, GATE, NULL, NULL_LOGIT, NULL_C, DOUT,
     PREV, PREV_RES, G, T, V, R, DX, DX_RES, NORM_PART, NULL_PART, LOCAL_PART,
-    s, row, slot, tokens, VR, VS, MP,
+    s, row, slot, tokens, VP, VN, DP, DN, VR, MP,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BP: tl.constexpr,
     READ: tl.constexpr, FINISH: tl.constexpr, ROUTED: tl.constexpr, LOCAL: tl.constexpr, ADD: tl.constexpr,
     CARRY: tl.constexpr, BIRTH: tl.constexpr, NEXT: tl.constexpr,
@@ -187,9 +183,9 @@ def block_backward_kernel(
     null_sum = ()
     local_sum = ()
     for _ in tl.static_range(NT):
-        norm_sum = norm_sum + (tl.zeros((1, HP, KT), tl.float32),)
-        null_sum = null_sum + (tl.zeros((1, HP, KT), tl.float32),)
-        local_sum = local_sum + (tl.zeros((1, HP, KT), tl.float32),)
+        norm_sum = norm_sum + (tl.zeros((BP, HP, KT), tl.float32),)
+        null_sum = null_sum + (tl.zeros((BP, HP, KT), tl.float32),)
+        local_sum = local_sum + (tl.zeros((BP, HP, KT), tl.float32),)
 
     for block in tl.range(tl.program_id(0), tl.cdiv(tokens, BP), tl.num_programs(0), num_stages=1):
         p = (block * BP + tl.arange(0, BP)).to(tl.int64)
@@ -232,7 +228,7 @@ def block_backward_kernel(
                     weight = tl.load(NORM_W + channel + j * KT, mask=masks[j], other=0.0).to(tl.float32) + NORM_OFFSET
                     scaled = scaled + (d[j] * weight,)
                     inner += d[j] * weight * (hidden[j] * nr)
-                    new_sum = new_sum + (norm_sum[j] + tl.sum(d[j] * (hidden[j] * nr), axis=0)[None, :, :],)
+                    new_sum = new_sum + (norm_sum[j] + d[j] * (hidden[j] * nr),)
                 norm_sum = new_sum
                 mean = (tl.sum(tl.sum(inner, axis=2), axis=1) * (1.0 / D))[:, None, None]
                 new_d = ()
@@ -250,7 +246,7 @@ def block_backward_kernel(
                 new_d = ()
                 for j in tl.static_range(NT):
                     x = stored(d[j], DOUT.dtype.element_ty)
-                    tl.store(DOUT + (p[:, None, None] * VS + slot) * D + channel + j * KT, x, mask=masks[j])
+                    tl.store(DOUT + (p[:, None, None] * DP + slot * DN) * D + channel + j * KT, x, mask=masks[j])
                     x = x.to(tl.float32)
                     if not ADD:
                         c_sum += x * hidden[j]
@@ -268,8 +264,7 @@ def block_backward_kernel(
                     for j in tl.static_range(NT):
                         null = tl.load(NULL + s * D + channel + j * KT, mask=masks[j], other=0.0)
                         null_dw += d[j] * null
-                        x = tl.sum(d[j] * (null_w * gate)[:, :, None], axis=0)[None, :, :]
-                        new_sum = new_sum + (null_sum[j] + x,)
+                        new_sum = new_sum + (null_sum[j] + d[j] * (null_w * gate)[:, :, None],)
                     null_sum = new_sum
                     c = null_w * tl.sum(null_dw, axis=2)
                     tl.store(NULL_C + ph * MP + s, c, mask=phmask)
@@ -296,7 +291,7 @@ def block_backward_kernel(
                     new_sum = ()
                     for j in tl.static_range(NT):
                         new_stream = new_stream + (stream[j] + w[:, :, None] * d[j] + dl * a[j] - t * v[j],)
-                        new_sum = new_sum + (local_sum[j] + tl.sum(dl * v[j], axis=0)[None, :, :],)
+                        new_sum = new_sum + (local_sum[j] + dl * v[j],)
                     stream = new_stream
                     local_sum = new_sum
 
@@ -304,9 +299,11 @@ def block_backward_kernel(
             for j in tl.static_range(NT):
                 x = stream[j]
                 if BIRTH:
-                    x += row_gradient(G, T, V, R, p, ph, row, VR, channel, masks[j], pmask, phmask, j * KT, D)
+                    x += row_gradient(G, T, V, R, p, ph, row, VP, VN, VR, channel, masks[j], pmask, phmask, j * KT, D)
                 if NEXT:
-                    x -= row_gradient(G, T, V, R, p, ph, row + 1, VR, channel, masks[j], pmask, phmask, j * KT, D)
+                    x -= row_gradient(
+                        G, T, V, R, p, ph, row + 1, VP, VN, VR, channel, masks[j], pmask, phmask, j * KT, D
+                    )
                 rounded = stored(x, DX.dtype.element_ty)
                 tl.store(DX + at + j * KT, rounded, mask=masks[j])
                 if DX_MODE != 0:
@@ -316,8 +313,8 @@ def block_backward_kernel(
         part_at = tl.program_id(0) * D + channel + j * KT
         mask = (hh < H)[None, :, None] & (j * KT + kk < K)[None, None, :]
         if NORM and READ:
-            tl.store(NORM_PART + part_at, norm_sum[j], mask=mask)
+            tl.store(NORM_PART + part_at, tl.sum(norm_sum[j], axis=0)[None, :, :], mask=mask)
         if HAS_NULL and ROUTED and READ:
-            tl.store(NULL_PART + part_at, null_sum[j], mask=mask)
+            tl.store(NULL_PART + part_at, tl.sum(null_sum[j], axis=0)[None, :, :], mask=mask)
         if LOCAL and READ:
-            tl.store(LOCAL_PART + part_at, local_sum[j], mask=mask)
+            tl.store(LOCAL_PART + part_at, tl.sum(local_sum[j], axis=0)[None, :, :], mask=mask)

@@ -38,13 +38,13 @@ def variant_of(*tensors: Tensor) -> tuple[Any, ...]:
     return (tensors[0].device.index, *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors))
 
 
-def storage_modes(dtype: torch.dtype) -> tuple[bool, str, int, torch.dtype, bool]:
-    """How values finer than `dtype` are kept: (EXACT, dot precision, RESIDUAL, dtype of partial mixes, SCALED).
+def storage_modes(dtype: torch.dtype) -> tuple[bool, str, int]:
+    """How values finer than `dtype` are handled: (EXACT, dot precision, RESIDUAL).
 
     bfloat16 storage multiplies two-term bfloat16 weights; float16 and float32 multiply in float32 (split tf32, exact).
     """
     if dtype == torch.bfloat16:
-        return False, "tf32", 1, torch.float16, True
+        return False, "tf32", 1
     if dtype == torch.float16:
-        return True, "tf32x3" if torch.version.hip is None else "ieee", 2, torch.float32, False
-    return True, "ieee", 0, torch.float32, False
+        return True, "tf32x3" if torch.version.hip is None else "ieee", 2
+    return True, "ieee", 0

@@ -56,13 +56,13 @@ class RoutedPass(ABC):
     ) -> None:
         self.parameters, self.tuning, self.kernels = parameters, tuning, kernels
         self.num_rows, self.tokens, self.dtype, self.stream_dtype = num_rows, tokens, dtype, stream_dtype
-        self.exact, self.precision, self.residual, self.partial_dtype, self.scaled = storage_modes(dtype)
+        self.exact, self.precision, self.residual = storage_modes(dtype)
         p = parameters
         self.padded_sites = -(-p.num_sites // 16) * 16
-        self.rows = self.empty(tokens, num_rows, p.width, dtype=dtype)
+        self.rows = self.per_row(num_rows, dtype)
         self.r = self.empty(tokens, num_rows)
         self.lse = self.empty(tokens, p.num_heads, self.padded_sites)
-        self.partial = self.partial_lse = self.partial_scale = self.r
+        self.partial = self.partial_lse = self.r
         self.last = 0  # one past the last site of the backward pass; 0 before it begins
 
     @abstractmethod
@@ -81,17 +81,28 @@ class RoutedPass(ABC):
         """An uninitialised buffer on the pass's device."""
         return torch.empty(shape, dtype=dtype, device=self.parameters.a.device)
 
+    def per_row(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A buffer of `count` rows of width D for each position: [tokens, count, D] or [count, tokens, D]."""
+        shape = (count, self.tokens) if self.tuning.rows_first else (self.tokens, count)
+        return self.empty(*shape, self.parameters.width, dtype=dtype)
+
+    def strides(self, count: int) -> tuple[int, int]:
+        """Distance of neighbouring positions and of neighbouring rows in such a buffer, in units of D."""
+        return (1, self.tokens) if self.tuning.rows_first else (count, 1)
+
+    def source_row(self, n: int) -> Tensor:
+        """Source row n, [tokens, D], as a view."""
+        return self.rows[n] if self.tuning.rows_first else self.rows[:, n]
+
     def partial_buffers(self, slots: int) -> None:
         """Room for the partial mixes of `slots` sites."""
-        p = self.parameters
-        self.partial = self.empty(self.tokens, slots, p.width, dtype=self.partial_dtype)
-        self.partial_lse = self.empty(self.tokens, p.num_heads, slots)
-        self.partial_scale = self.empty(self.tokens, p.num_heads, slots) if self.scaled else self.r
+        self.partial = self.per_row(slots)
+        self.partial_lse = self.empty(self.tokens, self.parameters.num_heads, slots)
 
     def begin_sums(self) -> None:
         """Sums over tokens, gathered during the backward pass. Forward-only buffers are let go."""
         t, p = self.tuning, self.parameters
-        self.partial = self.partial_lse = self.partial_scale = self.r
+        self.partial = self.partial_lse = self.r
         self.c = self.empty(self.tokens, p.num_heads, self.padded_sites)
         self.null_c = torch.zeros_like(self.c) if p.has_null else self.c
         self.d_null = torch.zeros_like(p.null) if p.has_null else p.a
@@ -111,9 +122,9 @@ class RoutedPass(ABC):
         head = p.width // p.num_heads
         return {"H": p.num_heads, "HP": next_power_of_2(p.num_heads), "K": head, "KT": kt, "NT": -(-head // kt)}
 
-    def pass_shape(self) -> dict[str, Any]:
-        """Constants that describe one head of a shared pass."""
-        p, kc = self.parameters, self.tuning.pass_tile
+    def pass_shape(self, kc: int) -> dict[str, Any]:
+        """Constants that describe one head of a shared pass, in tiles of kc channels."""
+        p = self.parameters
         head = p.width // p.num_heads
         shape = {"H": p.num_heads, "K": head, "KC": kc, "NT": -(-head // kc), "TS": TILE}
         return {**shape, "EXACT": self.exact, "PRECISION": self.precision}
@@ -140,5 +151,5 @@ class RoutedPass(ABC):
         kernel(
             (p.num_heads * -(-head // (kc * tiles)), self.parts, -(-sites // ts)), self.r.device.index,
             d_logits, self.rows, self.d_a, row0, num_rows, site0, self.last,
-            self.tokens, self.part_tokens, self.num_rows, slots, self.padded_sites, p.num_sites,
+            self.tokens, self.part_tokens, *self.strides(self.num_rows), slots, self.padded_sites, p.num_sites,
         )  # fmt: skip

@@ -19,26 +19,23 @@ from mhar.ops.triton.storage import stored
 TILE = 16  # sites and rows of a tensor-core tile
 
 
-@triton.jit(do_not_specialize=["site0", "num_sites", "slot0", "row0", "row1", "VR", "S"])
+@triton.jit(do_not_specialize=["site0", "num_sites", "slot0", "row0", "row1", "VP", "VN", "SP", "SN", "VR", "S"])
 def partial_mix_kernel(
-    V, R, AH, AL, P, LSEP, SCALE, site0, num_sites, slot0, row0, row1, VR, S,
+    V, R, AH, AL, P, LSEP, site0, num_sites, slot0, row0, row1, VP, VN, SP, SN, VR, S,
     H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
-    MERGE: tl.constexpr, SCALED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    MERGE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """P, LSEP of sites [site0, site0 + num_sites) over rows [row0, row1); MERGE continues an earlier partial mix.
-
-    SCALED divides P by the largest row norm (SCALE) so that float16 holds it: |v r| <= sqrt(D) whatever v is.
-    """
+    """P, LSEP of sites [site0, site0 + num_sites) over rows [row0, row1); MERGE continues an earlier partial mix."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KC * NT
-    p = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
+    p = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
     si = tl.arange(0, TS)
     ni = tl.arange(0, TS)
     ki = tl.arange(0, KC)
     smask = si < num_sites
-    v_base = V + p * VR * D + h * K
-    p_base = P + (p * S + slot0) * D + h * K + si[:, None] * D + ki[None, :]
+    v_base = V + p * VP * D + h * K
+    p_base = P + p * SP * D + h * K + ((slot0 + si).to(tl.int64) * SN)[:, None] * D + ki[None, :]
     side = (p * H + h) * S + slot0 + si
     ah = ()
     al = ()
@@ -49,17 +46,13 @@ def partial_mix_kernel(
         ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
         if not EXACT:
             al = al + (tl.load(AL + at, mask=mask, other=0.0),)
-    smallest_r = tl.full((), float("inf"), tl.float32)
     if MERGE:
         m = tl.load(LSEP + side, mask=smask, other=0.0)
         z = tl.full((TS,), 1.0, tl.float32)
-        scale = tl.load(SCALE + side, mask=smask, other=1.0) if SCALED else 1.0
         for j in tl.static_range(NT):
             mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
-            x = tl.load(p_base + j * KC, mask=mask, other=0.0).to(tl.float32)
-            acc = acc + (x * scale[:, None] if SCALED else x,)
-        if SCALED:
-            smallest_r = 1.0 / tl.max(scale, axis=0)
+            x = tl.load(p_base + j * KC, mask=mask, other=0.0)
+            acc = acc + (x,)
     else:
         m = tl.full((TS,), -1e30, tl.float32)
         z = tl.zeros((TS,), tl.float32)
@@ -68,13 +61,11 @@ def partial_mix_kernel(
     for n0 in tl.range(row0, row1, TS, num_stages=STAGES):
         n = n0 + ni
         nmask = n < row1
-        r = tl.load(R + p * VR + n, mask=nmask, other=float("inf"))
-        smallest_r = tl.minimum(smallest_r, tl.min(r, axis=0))
-        r = tl.where(nmask, r, 0.0)
+        r = tl.load(R + p * VR + n, mask=nmask, other=0.0)
         v = ()
         for j in tl.static_range(NT):
             mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-            tile = tl.load(v_base + n[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            tile = tl.load(v_base + (n.to(tl.int64) * VN)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
             v = v + (operand(tile, EXACT),)
         logits = tl.zeros((TS, TS), tl.float32)
         for j in tl.static_range(NT):
@@ -97,18 +88,33 @@ def partial_mix_kernel(
             new_acc = new_acc + (mixed,)
         acc = new_acc
     inverse = 1.0 / z
-    if SCALED:
-        inverse = inverse * smallest_r
-        tl.store(SCALE + side, tl.zeros((TS,), tl.float32) + 1.0 / smallest_r, mask=smask)
     for j in tl.static_range(NT):
         mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
-        tl.store(p_base + j * KC, stored(acc[j] * inverse[:, None], P.dtype.element_ty), mask=mask)
+        tl.store(p_base + j * KC, acc[j] * inverse[:, None], mask=mask)
     tl.store(LSEP + side, m + tl.log(z), mask=smask)
 
 
-@triton.jit(do_not_specialize=["row0", "num_rows", "slot0", "site0", "site1", "VR", "VS", "S", "MP"])
+@triton.jit(
+    do_not_specialize=[
+        "row0",
+        "num_rows",
+        "slot0",
+        "site0",
+        "site1",
+        "VP",
+        "VN",
+        "DP",
+        "DN",
+        "SP",
+        "SN",
+        "VR",
+        "S",
+        "MP",
+    ]
+)
 def pull_kernel(
-    V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, row0, num_rows, slot0, site0, site1, VR, VS, S, MP,
+    V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, row0, num_rows, slot0, site0, site1,
+    VP, VN, DP, DN, SP, SN, VR, S, MP,
     H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
     HAS_GATE: tl.constexpr, MERGE: tl.constexpr, A_LOW: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -119,13 +125,14 @@ def pull_kernel(
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KC * NT
-    p = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
+    p = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
     ni = tl.arange(0, TS)
     si = tl.arange(0, TS)
     ki = tl.arange(0, KC)
     nmask = ni < num_rows
-    g_base = G + (p * S + slot0) * D + h * K + ni[:, None] * D + ki[None, :]
+    g_base = G + p * SP * D + h * K + ((slot0 + ni).to(tl.int64) * SN)[:, None] * D + ki[None, :]
+    v_base = V + p * VP * D + h * K + ((row0 + ni).to(tl.int64) * VN)[:, None] * D + ki[None, :]
     t_at = T + (p * H + h) * S + slot0 + ni
     dl_base = DL + ((p * H + h) * S + slot0) * MP
     r = tl.load(R + p * VR + row0 + ni, mask=nmask, other=0.0)
@@ -133,7 +140,7 @@ def pull_kernel(
     acc = ()
     for j in tl.static_range(NT):
         mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-        x = tl.load(V + (p * VR + row0) * D + h * K + ni[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+        x = tl.load(v_base + j * KC, mask=mask, other=0.0)
         v = v + (operand(x, EXACT),)
         if MERGE:
             acc = acc + (tl.load(g_base + j * KC, mask=mask, other=0.0),)
@@ -153,7 +160,11 @@ def pull_kernel(
         al = ()
         for j in tl.static_range(NT):
             mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
-            tile = tl.load(DOUT + p * VS * D + h * K + s[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            tile = tl.load(
+                DOUT + p * DP * D + h * K + (s.to(tl.int64) * DN)[:, None] * D + j * KC + ki[None, :],
+                mask=mask,
+                other=0.0,
+            )
             d = d + (operand(tile, EXACT),)
             at = s[:, None] * D + h * K + j * KC + ki[None, :]
             ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
@@ -192,35 +203,36 @@ def pull_kernel(
     tl.store(t_at, t, mask=nmask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "slot0", "site0", "num_sites", "VR", "VS", "MP"])
+@triton.jit(do_not_specialize=["num_rows", "site0", "num_sites", "VP", "VN", "DP", "DN", "GP", "GN", "VR", "MP"])
 def scatter_kernel(
-    V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, num_rows, slot0, site0, num_sites, VR, VS, MP,
+    V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, num_rows, site0, num_sites,
+    VP, VN, DP, DN, GP, GN, VR, MP,
     H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
     HAS_GATE: tl.constexpr, MERGE: tl.constexpr, INLINE_C: tl.constexpr, ONE_TILE: tl.constexpr, A_LOW: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """G, T (+)= gradients of rows [0, num_rows) from the sites [site0, site0 + num_sites), all of which read them.
 
-    The sites' DOUT (slots from slot0 on) stays in registers while the rows stream by. INLINE_C: C holds what the
+    The sites' DOUT (slots from 0 on) stays in registers while the rows stream by. INLINE_C: C holds what the
     softmax coupling term gets from sources outside the rows; the kernel adds the rows' share and stores the whole.
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KC * NT
-    p = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
+    p = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
     si = tl.arange(0, TS)
     ni = tl.arange(0, TS)
     ki = tl.arange(0, KC)
     smask = si < num_sites
-    v_base = V + p * VR * D + h * K
-    g_base = G + p * VR * D + h * K
+    v_base = V + p * VP * D + h * K
+    g_base = G + p * GP * D + h * K
     side = (p * H + h) * MP + site0 + si
     d = ()
     ah = ()
     al = ()
     for j in tl.static_range(NT):
         mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
-        at = (p * VS + slot0) * D + h * K + si[:, None] * D + j * KC + ki[None, :]
+        at = p * DP * D + h * K + (si.to(tl.int64) * DN)[:, None] * D + j * KC + ki[None, :]
         d = d + (operand(tl.load(DOUT + at, mask=mask, other=0.0), EXACT),)
         at = (site0 + si)[:, None] * D + h * K + j * KC + ki[None, :]
         ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
@@ -237,7 +249,7 @@ def scatter_kernel(
             logits = tl.zeros((TS, TS), tl.float32)
             for j in tl.static_range(NT):
                 mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-                x = tl.load(v_base + n[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+                x = tl.load(v_base + (n.to(tl.int64) * VN)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
                 x = operand(x, EXACT)
                 dw = dot(x, tl.trans(d[j]), dw, PRECISION)
                 logits = dot(x, tl.trans(ah[j]), logits, PRECISION)
@@ -255,7 +267,7 @@ def scatter_kernel(
         v = ()
         for j in tl.static_range(NT):
             mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-            x = tl.load(v_base + n[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            x = tl.load(v_base + (n.to(tl.int64) * VN)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
             v = v + (operand(x, EXACT),)
         dw = tl.zeros((TS, TS), tl.float32)
         logits = tl.zeros((TS, TS), tl.float32)
@@ -278,17 +290,17 @@ def scatter_kernel(
         wh = w if EXACT else stored(w, v[0].dtype)
         for j in tl.static_range(NT):
             mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-            at = n[:, None] * D + j * KC + ki[None, :]
-            x = tl.zeros((TS, KC), tl.float32)
+            g_at = g_base + (n.to(tl.int64) * GN)[:, None] * D + j * KC + ki[None, :]
+            total = tl.zeros((TS, KC), tl.float32)
             if MERGE:
-                x = tl.load(g_base + at, mask=mask, other=0.0)
-            x = dot(wh, d[j], x, PRECISION)
+                total = tl.load(g_at, mask=mask, other=0.0)
+            total = dot(wh, d[j], total, PRECISION)
             if not EXACT:
-                x = dot(stored(w - wh.to(tl.float32), v[0].dtype), d[j], x, PRECISION)
-            x = dot(dl_h, ah[j], x, PRECISION)
+                total = dot(stored(w - wh.to(tl.float32), v[0].dtype), d[j], total, PRECISION)
+            total = dot(dl_h, ah[j], total, PRECISION)
             if A_LOW and not EXACT:
-                x = dot(dl_h, al[j], x, PRECISION)
-            tl.store(g_base + at, x, mask=mask)
+                total = dot(dl_h, al[j], total, PRECISION)
+            tl.store(g_at, total, mask=mask)
         t_at = T + (p * H + h) * VR + n
         if MERGE:
             t += tl.load(t_at, mask=nmask, other=0.0)
@@ -297,9 +309,9 @@ def scatter_kernel(
         tl.store(C + side, c, mask=smask)
 
 
-@triton.jit(do_not_specialize=["row0", "num_rows", "site0", "site1", "tokens", "split", "VR", "S", "MP", "M"])
+@triton.jit(do_not_specialize=["row0", "num_rows", "site0", "site1", "tokens", "split", "VP", "VN", "S", "MP", "M"])
 def query_gradient_kernel(
-    DL, V, DA, row0, num_rows, site0, site1, tokens, split, VR, S, MP, M,
+    DL, V, DA, row0, num_rows, site0, site1, tokens, split, VP, VN, S, MP, M,
     H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr, PB: tl.constexpr,
     LOWER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -335,7 +347,7 @@ def query_gradient_kernel(
         for j in tl.static_range(NT):
             k = kb + j * KC + ki[None, :]
             vmask = rows[:, None] & (k < K)
-            x = tl.load(V + (p * VR + row0 + slot)[:, None] * D + h * K + k, mask=vmask, other=0.0)
+            x = tl.load(V + (p * VP + (row0 + slot).to(tl.int64) * VN)[:, None] * D + h * K + k, mask=vmask, other=0.0)
             if EXACT:
                 total = dot(dl, x.to(tl.float32), acc[j], PRECISION)
             else:

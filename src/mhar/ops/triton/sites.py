@@ -16,12 +16,12 @@ from mhar.ops.triton.common import residual_of, restore
 from mhar.ops.triton.storage import stored
 
 
-@triton.jit(do_not_specialize=["s", "first", "slot", "tokens", "VR", "S", "MP"])
+@triton.jit(do_not_specialize=["s", "first", "slot", "tokens", "VP", "VN", "SP", "SN", "VR", "S", "MP"])
 def site_forward_kernel(
-    X, V, R, P, LSEP, SCALE, A, GATE, NULL, NULL_LOGIT, STREAM, OUT, RES, LSE, HIDDEN, NORM_W, Y, NORM_R,
-    s, first, slot, tokens, VR, S, MP, eps, norm_eps,
+    X, V, R, P, LSEP, A, GATE, NULL, NULL_LOGIT, STREAM, OUT, RES, LSE, HIDDEN, NORM_W, Y, NORM_R,
+    s, first, slot, tokens, VP, VN, SP, SN, VR, S, MP, eps, norm_eps,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BP: tl.constexpr,
-    PARTIAL: tl.constexpr, SCALED: tl.constexpr, ROUTED: tl.constexpr, ADD: tl.constexpr, OPENING: tl.constexpr,
+    PARTIAL: tl.constexpr, ROUTED: tl.constexpr, ADD: tl.constexpr, OPENING: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_NULL: tl.constexpr, NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
     SAVE: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,8 @@ def site_forward_kernel(
     phmask = pmask[:, None] & (hh < H)[None, :]
     channel = hh[None, :, None] * K + kk[None, None, :]
     at = p[:, None, None] * D + channel
-    v_at = p[:, None, None] * (VR * D) + channel
+    v_at = p[:, None, None] * VP * D + channel
+    new_row = (s * VN).to(tl.int64) * D
     ph = p[:, None] * H + hh[None, :]
 
     a = ()
@@ -51,9 +52,9 @@ def site_forward_kernel(
             mask = mask & (j * KT + kk < K)[None, None, :]
         masks = masks + (mask,)
         x = tl.load(X + at + j * KT, mask=mask, other=0.0)
-        row = stored(x.to(tl.float32), V.dtype.element_ty)
-        tl.store(V + v_at + s * D + j * KT, row, mask=mask)
-        v = v + (row.to(tl.float32),)
+        kept = stored(x.to(tl.float32), V.dtype.element_ty)
+        tl.store(V + v_at + new_row + j * KT, kept, mask=mask)
+        v = v + (kept.to(tl.float32),)
         added = added + (x.to(tl.float32),)
     square = v[0] * v[0]
     for j in tl.static_range(1, NT):
@@ -81,13 +82,10 @@ def site_forward_kernel(
             e_old = tl.exp(lp - new_m)
             z = e_old + e_new
             m = new_m
-            factor = e_old
-            if SCALED:
-                factor = e_old * tl.load(SCALE + side, mask=phmask, other=0.0)
-            p_at = P + (p[:, None, None] * S + slot) * D + channel
+            p_at = P + (p[:, None, None] * SP + slot * SN) * D + channel
             for j in tl.static_range(NT):
-                x = tl.load(p_at + j * KT, mask=masks[j], other=0.0).to(tl.float32)
-                acc = acc + (x * factor[:, :, None] + v[j] * e_new[:, :, None],)
+                x = tl.load(p_at + j * KT, mask=masks[j], other=0.0)
+                acc = acc + (x * e_old[:, :, None] + v[j] * e_new[:, :, None],)
         else:
             acc = v
         if HAS_NULL:
@@ -106,7 +104,7 @@ def site_forward_kernel(
             rn = tl.load(R + p * VR + n, mask=pmask, other=0.0)
             xs = ()
             for j in tl.static_range(NT):
-                xs = xs + (tl.load(V + v_at + n * D + j * KT, mask=masks[j], other=0.0),)
+                xs = xs + (tl.load(V + v_at + (n * VN).to(tl.int64) * D + j * KT, mask=masks[j], other=0.0),)
             products = xs[0].to(tl.float32) * a[0]
             for j in tl.static_range(1, NT):
                 products += xs[j].to(tl.float32) * a[j]
@@ -166,11 +164,11 @@ def site_forward_kernel(
             tl.store(Y + at + j * KT, stored(hidden[j] * nr[:, None, None] * weight, Y.dtype.element_ty), mask=masks[j])
 
 
-@triton.jit(do_not_specialize=["n", "slot", "s_end", "tokens", "VR", "VS", "S", "MP"])
+@triton.jit(do_not_specialize=["n", "slot", "s_end", "tokens", "VP", "VN", "DP", "DN", "SP", "SN", "VR", "S", "MP"])
 def site_backward_kernel(
     DOUT_IN, OUT, RES, HIDDEN, NORM_W, NORM_R, V, R, A, LSE, C, GATE, NULL, NULL_LOGIT, DOUT, G, T, DL, DSTREAM, DX,
     NORM_PART, NULL_PART, NULL_C,
-    n, slot, s_end, tokens, VR, VS, S, MP,
+    n, slot, s_end, tokens, VP, VN, DP, DN, SP, SN, VR, S, MP,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BP: tl.constexpr,
     GATHERED: tl.constexpr, ROUTED: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_NULL: tl.constexpr, NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
@@ -188,16 +186,16 @@ def site_backward_kernel(
     norm_sum = ()
     null_sum = ()
     for _ in tl.static_range(NT):
-        norm_sum = norm_sum + (tl.zeros((1, HP, KT), tl.float32),)
-        null_sum = null_sum + (tl.zeros((1, HP, KT), tl.float32),)
+        norm_sum = norm_sum + (tl.zeros((BP, HP, KT), tl.float32),)
+        null_sum = null_sum + (tl.zeros((BP, HP, KT), tl.float32),)
 
     for block in tl.range(tl.program_id(0), tl.cdiv(tokens, BP), tl.num_programs(0), num_stages=1):
         p = (block * BP + tl.arange(0, BP)).to(tl.int64)
         pmask = p < tokens
         phmask = pmask[:, None] & (hh < H)[None, :]
         at = p[:, None, None] * D + channel
-        v_at = p[:, None, None] * (VR * D) + channel
-        d_at = p[:, None, None] * (VS * D) + channel
+        v_at = p[:, None, None] * VP * D + (n * VN).to(tl.int64) * D + channel
+        d_at = p[:, None, None] * DP * D + channel
         ph = p[:, None] * H + hh[None, :]
         masks = ()
         for j in tl.static_range(NT):
@@ -232,7 +230,7 @@ def site_backward_kernel(
             new_d = ()
             new_sum = ()
             for j in tl.static_range(NT):
-                new_sum = new_sum + (norm_sum[j] + tl.sum(d[j] * unit[j], axis=0)[None, :, :],)
+                new_sum = new_sum + (norm_sum[j] + d[j] * unit[j],)
                 new_d = new_d + (nr * (scaled[j] - unit[j] * mean),)
             d = new_d
             norm_sum = new_sum
@@ -247,13 +245,13 @@ def site_backward_kernel(
 
         v = ()
         for j in tl.static_range(NT):
-            v = v + (tl.load(V + v_at + n * D + j * KT, mask=masks[j], other=0.0).to(tl.float32),)
+            v = v + (tl.load(V + v_at + j * KT, mask=masks[j], other=0.0).to(tl.float32),)
         r = tl.load(R + p * VR + n, mask=pmask, other=0.0)
         acc = ()
         t = tl.zeros((BP, HP), tl.float32)
         if GATHERED:
             t = tl.load(T + ph * S + slot, mask=phmask, other=0.0)
-            g_at = G + (p[:, None, None] * S + slot) * D + channel
+            g_at = G + (p[:, None, None] * SP + slot * SN) * D + channel
             for j in tl.static_range(NT):
                 acc = acc + (tl.load(g_at + j * KT, mask=masks[j], other=0.0),)
         else:
@@ -269,7 +267,7 @@ def site_backward_kernel(
             a = ()
             for j in tl.static_range(NT):
                 x = stored(d[j], DOUT.dtype.element_ty)
-                tl.store(DOUT + d_at + n * D + j * KT, x, mask=masks[j])
+                tl.store(DOUT + d_at + (n * DN).to(tl.int64) * D + j * KT, x, mask=masks[j])
                 x = x.to(tl.float32)
                 out = tl.load(OUT + at + j * KT, mask=masks[j], other=0.0)
                 if RESIDUAL != 0:
@@ -297,7 +295,7 @@ def site_backward_kernel(
                 for j in tl.static_range(NT):
                     null = tl.load(NULL + n * D + channel + j * KT, mask=masks[j], other=0.0).to(tl.float32)
                     null_dw += d[j] * null
-                    new_sum = new_sum + (null_sum[j] + tl.sum(d[j] * null_w[:, :, None], axis=0)[None, :, :],)
+                    new_sum = new_sum + (null_sum[j] + d[j] * null_w[:, :, None],)
                 null_sum = new_sum
                 tl.store(NULL_C + ph * MP + n, null_w * (tl.sum(null_dw, axis=2) - c), mask=phmask)
             w = tl.where(phmask, tl.exp(logit - lse), 0.0) * gate
@@ -314,7 +312,7 @@ def site_backward_kernel(
             ds = ()
             a = ()
             for j in tl.static_range(NT):
-                ds = ds + (tl.load(DOUT + d_at + s * D + j * KT, mask=masks[j], other=0.0),)
+                ds = ds + (tl.load(DOUT + d_at + (s * DN).to(tl.int64) * D + j * KT, mask=masks[j], other=0.0),)
                 a = a + (tl.load(A + s * D + channel + j * KT, mask=masks[j], other=0.0),)
             c = tl.load(C + ph * MP + s, mask=phmask, other=0.0)
             lse = tl.load(LSE + ph * MP + s, mask=phmask, other=0.0)
@@ -347,6 +345,6 @@ def site_backward_kernel(
         part_at = tl.program_id(0) * D + channel + j * KT
         mask = (hh < H)[None, :, None] & (j * KT + kk < K)[None, None, :]
         if NORM:
-            tl.store(NORM_PART + part_at, norm_sum[j], mask=mask)
+            tl.store(NORM_PART + part_at, tl.sum(norm_sum[j], axis=0)[None, :, :], mask=mask)
         if HAS_NULL and ROUTED:
-            tl.store(NULL_PART + part_at, null_sum[j], mask=mask)
+            tl.store(NULL_PART + part_at, tl.sum(null_sum[j], axis=0)[None, :, :], mask=mask)

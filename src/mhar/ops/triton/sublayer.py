@@ -29,6 +29,7 @@ class SublayerPass(RoutedPass):
         super().__init__(parameters, parameters.num_sites, tokens, dtype, stream_dtype, tuning, kernels)
         self.schedule = schedule
         self.slots = schedule.block or TILE
+        self.row_strides, self.slot_strides = self.strides(self.num_rows), self.strides(self.slots)
         self.stream = None if stream_dtype is None else self.empty(tokens, parameters.width, dtype=stream_dtype)
         if schedule.block:
             self.partial_buffers(self.slots)
@@ -67,10 +68,11 @@ class SublayerPass(RoutedPass):
         kernel = self.kernels.get((key, self.dtype, t), lambda: self._site_forward(key))
         kernel(
             (-(-self.tokens // t.forward_rows), 1, 1), (variant_of(x, weight), hidden_dtype),
-            x, self.rows, self.r, self.partial, self.partial_lse, self.partial_scale, p.a, p.gate, p.null, p.null_logit,
+            x, self.rows, self.r, self.partial, self.partial_lse, p.a, p.gate, p.null, p.null_logit,
             self.stream if add else p.a, out, saved.residual if saved.residual is not None else p.a, self.lse,
             hidden, weight, result, nr,
-            s, own, s - schedule.block_start(s), self.tokens, p.num_sites, self.slots, self.padded_sites,
+            s, own, s - schedule.block_start(s), self.tokens, *self.row_strides, *self.slot_strides, self.num_rows,
+            self.slots, self.padded_sites,
             p.eps, norm_eps,
         )  # fmt: skip
         return result, saved
@@ -80,7 +82,7 @@ class SublayerPass(RoutedPass):
         t = self.tuning
         return Kernel(
             site_forward_kernel, t.forward_warps, **self.site_shape(), BP=t.forward_rows,
-            PARTIAL=partial, SCALED=self.scaled, ROUTED=routed, ADD=add, OPENING=opening,
+            PARTIAL=partial, ROUTED=routed, ADD=add, OPENING=opening,
             HAS_GATE=self.parameters.has_gate, HAS_NULL=self.parameters.has_null, NORM=norm, NORM_OFFSET=offset,
             SAVE=save, RESIDUAL=self.residual, STAGES=t.forward_stages,
         )  # fmt: skip
@@ -90,15 +92,15 @@ class SublayerPass(RoutedPass):
         kernel = self.kernels.get(
             ("partial_mix", shared.merge, self.dtype, t),
             lambda: Kernel(
-                partial_mix_kernel, t.mix_warps, **self.pass_shape(),
-                MERGE=shared.merge, SCALED=self.scaled, STAGES=t.mix_stages,
+                partial_mix_kernel, t.mix_warps, **self.pass_shape(t.mix_tile),
+                MERGE=shared.merge, STAGES=t.mix_stages,
             ),
         )  # fmt: skip
         kernel(
-            (self.tokens, p.num_heads, 1), self.r.device.index,
-            self.rows, self.r, p.a_high, p.a_low, self.partial, self.partial_lse, self.partial_scale,
+            (self.tokens * p.num_heads, 1, 1), self.r.device.index,
+            self.rows, self.r, p.a_high, p.a_low, self.partial, self.partial_lse,
             shared.site0, shared.site1 - shared.site0, shared.site0 - self.schedule.block_start(shared.site0),
-            shared.row0, shared.row1, p.num_sites, self.slots,
+            shared.row0, shared.row1, *self.row_strides, *self.slot_strides, self.num_rows, self.slots,
         )  # fmt: skip
 
     # Backward.
@@ -107,12 +109,12 @@ class SublayerPass(RoutedPass):
         p = self.parameters
         self.last = min(s + 1, self.schedule.last)
         self.begin_sums()
-        self.d_rows = self.empty(self.tokens, p.num_sites, p.width, dtype=self.dtype)
+        self.d_rows = self.per_row(p.num_sites, self.dtype)
         self.d_logits = self.empty(self.tokens, p.num_heads, self.slots, self.padded_sites)
         self.d_stream = None if self.stream is None else self.empty(self.tokens, p.width)
         self.gathered = self.gathered_t = self.r
         if self.schedule.block:
-            self.gathered = self.empty(self.tokens, self.slots, p.width)
+            self.gathered = self.per_row(self.slots)
             self.gathered_t = self.empty(self.tokens, p.num_heads, self.slots)
 
     def backward(self, n: int, d: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None]:
@@ -144,7 +146,8 @@ class SublayerPass(RoutedPass):
             saved.norm_r if saved.norm_r is not None else p.a, self.rows, self.r, p.a, self.lse, self.c, p.gate,
             p.null, p.null_logit, self.d_rows, self.gathered, self.gathered_t, self.d_logits,
             self.d_stream if self.d_stream is not None else p.a, dx, norm_part, null_part, self.null_c,
-            n, self._slot(n), own_end, self.tokens, p.num_sites, p.num_sites, self.slots, self.padded_sites,
+            n, self._slot(n), own_end, self.tokens, *self.row_strides, *self.row_strides, *self.slot_strides,
+            self.num_rows, self.slots, self.padded_sites,
         )  # fmt: skip
         if p.has_null and routed:
             torch.sum(null_part, 0, out=self.d_null[n])
@@ -171,16 +174,16 @@ class SublayerPass(RoutedPass):
         kernel = self.kernels.get(
             ("pull", shared.merge, self.dtype, t),
             lambda: Kernel(
-                pull_kernel, t.pull_warps, **self.pass_shape(),
+                pull_kernel, t.pull_warps, **self.pass_shape(t.pull_tile),
                 HAS_GATE=p.has_gate, MERGE=shared.merge, A_LOW=t.low_query, STAGES=t.pull_stages,
             ),
         )  # fmt: skip
         kernel(
-            (self.tokens, p.num_heads, 1), self.r.device.index,
+            (self.tokens * p.num_heads, 1, 1), self.r.device.index,
             self.rows, self.r, self.d_rows, p.a_high, p.a_low, self.lse, self.c, p.gate,
             self.gathered, self.gathered_t, self.d_logits,
             shared.row0, shared.row1 - shared.row0, self._slot(shared.row0), shared.site0, shared.site1,
-            p.num_sites, p.num_sites, self.slots, self.padded_sites,
+            *self.row_strides, *self.row_strides, *self.slot_strides, self.num_rows, self.slots, self.padded_sites,
         )  # fmt: skip
 
     def parameter_gradients(self) -> dict[str, Tensor]:

@@ -16,19 +16,20 @@ class Tuning:
 
     Attributes:
         block, inner: lengths of the two levels of site blocks (schedule.py); 0 is the dense form.
+        rows_first: rows of all positions lie together ([rows, tokens, D]) rather than rows of one position.
         site_tile: channels per tile of the site kernels.
         forward_rows, forward_warps, forward_stages: positions per program of the forward site kernel, and so on.
         backward_rows, backward_warps, backward_stages: the same for the backward site kernel.
         programs: programs of a backward site kernel that also reduces over tokens (norm weight, null source).
-        pass_tile: channels per tile of the shared passes.
-        mix_warps, mix_stages: partial_mix_kernel.
-        pull_warps, pull_stages: pull_kernel and scatter_kernel.
+        mix_tile, mix_warps, mix_stages: partial_mix_kernel.
+        pull_tile, pull_warps, pull_stages: pull_kernel and scatter_kernel.
         low_query: multiply logit gradients with both terms of query * norm_weight.
         query_tile, query_sites, query_positions, query_parts, query_warps, query_stages: query_gradient_kernel.
     """
 
     block: int = 16
     inner: int = 8
+    rows_first: bool = True
     site_tile: int = 32
     forward_rows: int = 1
     forward_warps: int = 2
@@ -37,11 +38,12 @@ class Tuning:
     backward_warps: int = 2
     backward_stages: int = 1
     programs: int = 1056
-    pass_tile: int = 32
+    mix_tile: int = 32
     mix_warps: int = 1
     mix_stages: int = 2
+    pull_tile: int = 32
     pull_warps: int = 2
-    pull_stages: int = 1
+    pull_stages: int = 2
     low_query: bool = True
     query_tile: int = 32
     query_sites: int = 64
@@ -77,7 +79,8 @@ def default_tuning(width: int, num_heads: int, num_sites: int) -> Tuning:
         site_tile=tile(head, max(32, 256 // next_power_of_2(num_heads)), next_power_of_2(small)),
         forward_warps=warps,
         backward_warps=warps,
-        pass_tile=tile(head, 32, 16),
+        mix_tile=tile(head, 32, 16),
+        pull_tile=tile(head, 32, 16),
         mix_warps=pass_warps,
         pull_warps=max(pass_warps, 2) if head > 128 else pass_warps,
         query_tile=tile(min(head, 256), 32, 16),
