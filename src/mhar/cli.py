@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "report": "one self-contained HTML file from runs, evaluations and probes",
     "bench": "routing operators and training steps against the alternatives",
     "generate": "text from a checkpoint",
+    "export": "a checkpoint with its code beside it, for servers and machines without mhar",
     "info": "versions, hardware and usable backends, or what a checkpoint contains",
 }
 

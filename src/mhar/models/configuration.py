@@ -95,7 +95,7 @@ class MharConfig(PreTrainedConfig):
         return cls(routing=None if routing is None else routing.to_dict(), **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `auto_map` belongs to folders that hold the code (export.py), not to what is saved from them."""
+        """Plain values; `auto_map` is left to folders that hold the code (export.py)."""
         values = super().to_dict()
         if self._auto_class is None:
             values.pop("auto_map", None)
