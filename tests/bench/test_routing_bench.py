@@ -1,6 +1,7 @@
 """The routing benchmark: what it compares is the same function, a red gate has no time, nothing vanishes silently."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -203,6 +204,15 @@ class TestCommand:
         assert capsys.readouterr().out.split() == [str(tmp_path / "routing.md"), str(tmp_path / "routing.svg")]
         assert (tmp_path / "routing.md").read_text() == routing_table(RESULT)
         assert "authors" in (tmp_path / "routing.svg").read_text()
+
+    def test_without_matplotlib_the_table_remains(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        path = tmp_path / "routing.json"
+        path.write_text(json.dumps(RESULT))
+        assert main(["report", str(path)]) == 0
+        written = capsys.readouterr()
+        assert written.out.split() == [str(tmp_path / "routing.md")]
+        assert 'pip install "mhar[bench]"' in written.err
 
     def test_routing_on_a_cpu(self, tmp_path):
         path = tmp_path / "new" / "routing.json"

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("mhar", "torch", "triton", "transformers", "flash-linear-attention", "liger-kernel", "fast-attnres")
-OPTIONAL = ("fla-core", "flash-attn-res")
+import mhar
+
+PACKAGES = (
+    "torch", "triton", "transformers", "flash-linear-attention", "liger-kernel", "fast-attnres", "flash-attn-res",
+)  # fmt: skip
 
 
 def device_name(device: str) -> str:
@@ -19,8 +22,8 @@ def device_name(device: str) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what was measured; absent packages are left out."""
-    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    for name in (*PACKAGES, *OPTIONAL):
+    found = {"mhar": mhar.__version__, "python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

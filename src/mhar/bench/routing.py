@@ -19,7 +19,7 @@ from mhar.bench.traffic import chain_bytes
 from mhar.ops.triton.tuning import tuning_for
 
 Say = Callable[[str], None]
-GATE_TOKENS = {"cuda": 256, "cpu": 6}
+GATE_TOKENS = {"cuda": 128, "cpu": 6}
 
 
 @dataclass(frozen=True, slots=True)

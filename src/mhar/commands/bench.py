@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mhar.errors import ConfigurationError
+from mhar.errors import ConfigurationError, DependencyError
 
 Save = Callable[[dict[str, Any]], None]
 
@@ -113,7 +114,11 @@ def write_report(result: dict[str, Any], path: Path) -> list[Path]:
     table.write_text(step_table(result) if steps else routing_table(result))
     if steps or not result["rows"]:
         return [table]
-    routing_figure(result, path.with_suffix(".svg"))
+    try:
+        routing_figure(result, path.with_suffix(".svg"))
+    except DependencyError as error:
+        print(f"no figure: {error}", file=sys.stderr)
+        return [table]
     return [table, path.with_suffix(".svg")]
 
 
