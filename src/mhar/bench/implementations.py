@@ -110,7 +110,7 @@ IMPLEMENTATIONS = (
     Implementation("fla-gluon", lambda problem, options: peers.fla_gluon(problem, options.peer_configs)),
     Implementation("liger", lambda problem, _options: peers.liger(problem)),
     Implementation("fast-attnres", lambda problem, _options: peers.fast_attnres(problem)),
-    Implementation("flash-attn-res", lambda problem, _options: peers.flash_attn_res(problem)),
+    Implementation("flash-attn-res", lambda problem, options: peers.flash_attn_res(problem, options.peer_configs)),
 )
 
 # GPU time of the authors' fused kernels on one H200, CUDA-graph replay, chain subtracted (kernels.md), ms by shape.

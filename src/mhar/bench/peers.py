@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mhar.bench.problem import Chain, Problem, per_site_chain
 
@@ -34,11 +34,9 @@ def library(module: str, package: str, version: str) -> ModuleType:
 
 
 def one_head(problem: Problem) -> None:
-    """Raise UnavailableError unless the problem has one head and sublayer sources."""
+    """Raise UnavailableError unless the problem has one head."""
     if problem.shape.num_heads != 1:
         raise UnavailableError(f"one head only, the shape has {problem.shape.num_heads}")
-    if problem.config.read != "replace":
-        raise UnavailableError("no delta form")
 
 
 def on_gpu(problem: Problem) -> None:
@@ -103,13 +101,38 @@ def fast_attnres(problem: Problem) -> Chain:
     return per_site_chain(problem, read)
 
 
-def flash_attn_res(problem: Problem) -> Chain:
-    """flash-attn-res computes Kimi's block form inside an autograd function of its own: not a chain of dense reads."""
-    raise UnavailableError(
-        "flash-attn-res 0.1.12 has the block form only (H = 1, sums of blocks); these chains have a source per sublayer"
-        if problem.config.sources == "sublayer"
-        else "flash-attn-res 0.1.12 has one head and no delta form"
-    )
+def flash_attn_res(problem: Problem, num_configs: int) -> Chain:
+    """flash-attn-res: Kimi's block form in one autograd function that calls the sublayers; no norm weight (folded)."""
+    one_head(problem)
+    if problem.config.sources != "block":
+        raise UnavailableError("block form only, the shape has a source per sublayer")
+    on_gpu(problem)
+    if problem.shape.width & (problem.shape.width - 1) or problem.x.dtype != torch.bfloat16:
+        raise UnavailableError(f"bfloat16 and widths that are powers of two only, got {problem.shape.width}")
+    autograd = library("flash_attn_res.experimental.autograd", "flash-attn-res", "0.1.12")
+    for name in ("phase_1", "phase_2", "reduce"):
+        kernels = library(f"flash_attn_res.kernels.{name}", "flash-attn-res", "0.1.12")
+        limit_autotuning(kernels, num_configs, lambda c: c.num_warps in (2, 4))
+    sublayers = [Scale(c) for c in problem.scales]
+    query, norm_weight = problem.parameters["query"], problem.parameters["norm_weight"]
+
+    def chain(x: Tensor) -> Tensor:
+        folded = (query * norm_weight).bfloat16()
+        function = autograd.BlockAttentionResiduals
+        return function.apply(x, folded, sublayers, 2 * problem.shape.block_size, problem.eps)
+
+    return chain
+
+
+class Scale(nn.Module):
+    """A sublayer of the chain as a module."""
+
+    def __init__(self, c: Tensor) -> None:
+        super().__init__()
+        self.c = c
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.c
 
 
 def users_script(problem: Problem, path: Path) -> Chain:

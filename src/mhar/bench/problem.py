@@ -116,11 +116,11 @@ def per_site_chain(problem: Problem, read: Callable[[list[Tensor], Tensor, Tenso
     add, blocks = problem.config.read == "add", problem.config.sources == "block"
 
     def chain(x: Tensor) -> Tensor:
-        rows, stream, start = [x], x, x
+        rows, stream, start = [x], x, x  # `stream` from the embedding in a delta form, else from the block's start
         for site in plan:
             hidden = stream
             if site.row is not None:
-                sources = rows[: site.num_rows]
+                sources = [*rows[: site.num_rows], *([stream] if site.has_partial else [])]
                 if site.has_null:
                     null = parameters["null_source"][site.row].to(x.dtype)
                     sources = [null.expand_as(x), *sources]
@@ -130,12 +130,16 @@ def per_site_chain(problem: Problem, read: Callable[[list[Tensor], Tensor, Tenso
             if site.index == len(problem.scales):
                 return hidden
             output = hidden * problem.scales[site.index]
+            at_end = (site.index + 1) % per_block == 0
             if not blocks:
                 rows.append(output)
-            stream = stream + output if add else stream
-            if blocks and (site.index + 1) % per_block == 0 and site.index + 1 < len(problem.scales):
-                rows.append(stream - start)
-                start = stream
+            elif not add:
+                stream = stream + output if site.has_partial else output
+                rows += [stream] if at_end else []
+            else:
+                stream = stream + output
+                rows += [stream - start] if at_end and site.index + 1 < len(problem.scales) else []
+                start = stream if at_end else start
         raise AssertionError("the last site returns")
 
     return chain

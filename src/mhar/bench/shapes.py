@@ -14,7 +14,8 @@ class RoutingShape:
     Attributes:
         name: "100m", "350m", "1b", "8b-delta"; "-h1" marks one head, which is what most other implementations do.
         num_sites: reads M, the last included. width: D. num_heads: H. tokens: of the micro-batch (batch x length).
-        variant: "mhar" (replace, sublayer sources) or "delta_block_mhar" (add, block sources, null, gate).
+        variant: "mhar" (replace, sublayer sources), "block_mhar" (replace, block sources) or "delta_block_mhar" (add,
+            block sources, null, gate).
         block_size: layers per block, of the block variants.
     """
 
@@ -79,11 +80,13 @@ ROUTING_SHAPES = {
         RoutingShape("1b", 73, 1280, 8, 4096),
         RoutingShape("8b-delta", 65, 4096, 8, 8192, "delta_block_mhar"),
         RoutingShape("100m-h1", 25, 512, 1, 4096),
+        RoutingShape("100m-block-h1", 25, 512, 1, 4096, "block_mhar"),
     ),
     "tiny": (
         RoutingShape("tiny", 7, 64, 4, 6),
         RoutingShape("tiny-delta", 9, 64, 4, 6, "delta_block_mhar", 1),
         RoutingShape("tiny-h1", 5, 64, 1, 6),
+        RoutingShape("tiny-block-h1", 7, 64, 1, 6, "block_mhar", 2),
     ),
 }
 

@@ -29,7 +29,7 @@ def chain_bytes(shape: RoutingShape, implementation: str, schedule: tuple[int, i
         rows = PEER_ROWS[implementation]
         return row * sum(rows(len(site.source_names)) for site in routing_plan(shape.config, shape.num_sites))
     if schedule is None or shape.config.sources == "block":
-        return row * delta_block_rows(shape) if implementation == "mhar" and "block" in shape.variant else None
+        return row * block_rows(shape) if implementation == "mhar" and shape.config.sources == "block" else None
     return row * sublayer_rows(sublayer_schedule(0, shape.num_sites, "auto", schedule))
 
 
@@ -54,7 +54,7 @@ def sublayer_rows(schedule: SublayerSchedule) -> float:
     return rows + last
 
 
-def delta_block_rows(shape: RoutingShape) -> float:
+def block_rows(shape: RoutingShape) -> float:
     """Rows of the fused path over block sources: the least that sharing one pass per group of sites must move.
 
     A group reads its N rows once forward and once backward, where it also adds to their float32 gradients; each of its
