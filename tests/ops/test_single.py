@@ -1,6 +1,7 @@
 """The one-read Triton kernels against float64: output, weights and every gradient, on CPU (interpreter) or GPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,6 +142,11 @@ def test_same_tensor_twice_and_expanded_source(device):
         grads.append((x.grad, null.grad))
     for ours, reference in zip(*grads, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_eps_of_zero(device):
+    """Positions past the last token, whose mean square is zero, must not reach the query's gradient."""
+    check(replace(draw_read(3, (5,), 8, 2, F32, device=device), eps=0.0))
 
 
 def test_zero_tokens(device):

@@ -191,6 +191,15 @@ class TestBackends:
         with pytest.raises(BackendError, match=r'widths up to 12288, got 12290.*use backend="reference"'):
             read(torch.zeros(2, 12290), torch.zeros(12290), torch.ones(12290))
 
+    def test_old_gpu(self, monkeypatch):
+        class Source:
+            is_cuda, device, dtype, shape = True, "cuda:0", BF16, (2, 8)
+
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+        with pytest.raises(BackendError, match=r"compute capability 8.0 .* got \(7, 5\); or use backend"):
+            resolve_backend("triton", Source())
+        assert resolve_backend("auto", Source()) == "reference"
+
     def test_unknown_name(self):
         with pytest.raises(ConfigurationError, match="'tritn'; did you mean 'triton'"):
             resolve_backend("tritn")

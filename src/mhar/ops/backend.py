@@ -52,6 +52,12 @@ def triton_obstacle(sources: Tensor) -> str | None:
         return f"it takes {names}, got {str(sources.dtype).removeprefix('torch.')}: convert the sources"
     if sources.shape[-1] > TRITON_MAX_WIDTH:
         return f"it takes widths up to {TRITON_MAX_WIDTH}, got {sources.shape[-1]}"
-    if sources.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(sources.device) < (8, 0):
-        return "it needs compute capability 8.0 (Ampere) or newer"
-    return None
+    return _old_gpu(sources)
+
+
+def _old_gpu(sources: Tensor) -> str | None:
+    """Compiled code does not ask: its answer would have been the same in the eager call or in Triton's own error."""
+    if torch.compiler.is_compiling() or not sources.is_cuda or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(sources.device)
+    return None if capability >= (8, 0) else f"it needs compute capability 8.0 (Ampere) or newer, got {capability}"

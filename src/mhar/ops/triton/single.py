@@ -181,6 +181,7 @@ def depth_read_bwd_kernel(
             grad = row_pointer(grad_address, DOUT.dtype.element_ty, ALIGNED)
             v = load_row(source, offset, tokens, T, heads, channels, H, K, KT, NT, EXACT)
             r = tl.rsqrt(tl.sum(inner(v, v, NT), axis=1) / D + eps)
+            r = tl.where(tokens < T, r, 0.0)  # with eps 0, an infinite r past the end would reach da
             logit = r[:, None] * inner(v, a, NT)
             w = tl.exp(logit - m) * scale
             dw = inner(v, dout, NT)
