@@ -142,6 +142,16 @@ def test_the_demo_can_write_a_report_without_any_extra(experiment, tmp_path, mon
     assert fresh(tmp_path / "report.html", [experiment]).stat().st_size > 10_000
 
 
+def test_of_many_gates_the_furthest_open_are_drawn(tmp_path):
+    run = write_run(tmp_path / "run")
+    lines = [json.dumps({"step": step, "gates": {f"site{i}": i * step for i in range(-10, 10)}}) for step in (0, 1)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = write_report(tmp_path / "report.html", [run]).read_text()
+    assert "Gates of run (7 of 20, the furthest open)" in page
+    assert "site-10<" in page
+    assert "site0<" not in page
+
+
 def test_a_failed_report_leaves_the_old_one(tmp_path):
     write_run(tmp_path / "run", routing_map=routing())
     target = write_report(tmp_path / "report.html", [tmp_path / "run"])

@@ -193,7 +193,9 @@ def gate_figures(runs: Sequence[RunFolder], pyplot: Any) -> Figures:
             continue
         figure, axes = pyplot.subplots(figsize=(COLUMN_WIDTH, 2.2))
         if series:
-            _plot(axes, series)
+            colours = pyplot.get_cmap("viridis")(np.linspace(0, 0.9, len(series)))  # early sites dark, late ones light
+            for curve, colour in zip(series, colours, strict=True):
+                axes.plot(curve.x, curve.y, linewidth=0.8, color=colour, label=curve.name)
             axes.set(xlabel="step")
         else:
             axes.plot([site["gate"] for site in sites], "o-", markersize=2, linewidth=0.8)

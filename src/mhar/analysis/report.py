@@ -21,7 +21,7 @@ from mhar import __version__
 from mhar.analysis import depthmap
 from mhar.analysis.curves import GATES, HELDOUT_KEYS, TRAIN_KEYS, gate_series, grouped_series
 from mhar.analysis.runfolder import RunFolder, discover
-from mhar.analysis.svg import bar_chart, line_chart
+from mhar.analysis.svg import SERIES_COLOURS, bar_chart, line_chart
 from mhar.analysis.tables import (
     comparison_tables,
     evaluation_table,
@@ -107,8 +107,10 @@ def _curves(runs: Sequence[RunFolder]) -> Section:
             charts.append(line_chart(series, x_label="step", y_label=f"{label} (nats per token)", skip=0.1))
     for run in runs:
         if series := gate_series(run):
-            heading = f"<h3>Gates of {escape(run.name)}</h3>"
-            charts.append(heading + line_chart(series, x_label="step", y_label=GATES))
+            shown = sorted(series, key=lambda gate: -abs(gate.y[-1]))[: len(SERIES_COLOURS)]
+            which = f" ({len(shown)} of {len(series)}, the furthest open)" if len(shown) < len(series) else ""
+            heading = f"<h3>Gates of {escape(run.name)}{which}</h3>"
+            charts.append(heading + line_chart(shown, x_label="step", y_label=GATES))
     note = "Bands: smallest to largest over seeds. The first tenth of a curve may lie above the frame."
     return "Training", f'{_grid(charts)}<p class="note">{note}</p>' if charts else ""
 
