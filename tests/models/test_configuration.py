@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 from helpers.models import FAMILY_NAMES, VARIANT_NAMES, base_config, routing
-from mhar import MharConfig, RoutingConfig
+from mhar import MharConfig, MharForCausalLM, RoutingConfig
 from mhar.errors import ConfigurationError, InputError
 
 
@@ -69,6 +69,14 @@ def test_unknown_variant_and_option_suggest_the_nearest():
         MharConfig(routing={"num_head": 4})
     with pytest.raises(ConfigurationError, match=r"unknown backend 'tritom'.*triton"):
         MharConfig(routing_backend="tritom")
+    with pytest.raises(ConfigurationError, match="schedule"):
+        MharConfig(routing_schedule="dens")
+
+
+def test_backend_and_schedule_reach_the_router():
+    config = MharConfig.from_base(base_config("llama"), routing_backend="reference", routing_schedule=8)
+    router = MharForCausalLM(config).model.router
+    assert (router.backend, router.schedule) == ("reference", 8)
 
 
 def test_heads_that_do_not_divide_the_width():

@@ -169,6 +169,30 @@ def test_other_decoding(settings):
     assert out.shape == (2, 10)
 
 
+def test_longrope_recomputes_the_cache_where_frequencies_change():
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.0, 1.0, 1.0],
+        "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "original_max_position_embeddings": 9,
+    }
+    model, ids = routed_model("phi3", rope_parameters=rope, original_max_position_embeddings=9), tokens(2, 6)
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **arguments)
+    assert torch.equal(model.generate(ids, use_cache=True, **arguments), expected)
+    assert model._rope_changes(9, 10)
+    assert not model._rope_changes(10, 11)
+    assert not model._rope_changes(8, 9)
+
+
+def test_generation_from_embeddings():
+    model, ids = routed_model("qwen3"), tokens(2, 6)
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    embedded = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **arguments)
+    assert torch.equal(embedded, model.generate(ids, **arguments)[:, 6:])
+
+
 def test_resized_embeddings_keep_working():
     model = routed_model("qwen3", tie_word_embeddings=True)
     model.resize_token_embeddings(60)

@@ -9,6 +9,7 @@ from mhar.errors import ConfigurationError
 from mhar.models.compat import CACHE_NAME
 from mhar.models.families import Family, family_of
 from mhar.ops.functional import check_heads, resolve_backend
+from mhar.ops.schedule import check_schedule
 from mhar.routing import RoutingConfig, routing_plan
 from mhar.routing.config import check_count, check_eps
 
@@ -24,6 +25,8 @@ class MharConfig(PreTrainedConfig):
             and checked by its own configuration class.
         routing: `RoutingConfig.to_dict()`; the variant "mhar" by default.
         routing_backend: "auto", "triton" or "reference" (see :func:`mhar.ops.depth_read`).
+        routing_schedule: which sites share a pass over the history in the Triton backend (see
+            :class:`mhar.routing.DepthRouter`).
         z_loss: coefficient of mean(logsumexp(logits)^2), added to the loss in training only (1e-4 in the paper's
             mid-training).
         loss_chunk_size: tokens whose logits are held at once when labels are given; logits are then not returned.
@@ -48,6 +51,7 @@ class MharConfig(PreTrainedConfig):
     base_model_type: str = "llama"
     routing: dict[str, Any] | None = None
     routing_backend: str = "auto"
+    routing_schedule: str | int = "auto"
     z_loss: float = 0.0
     loss_chunk_size: int | None = None
     use_cache: bool = True  # a base field, declared because transformers drops undeclared generation settings
@@ -73,6 +77,7 @@ class MharConfig(PreTrainedConfig):
             check_count("loss_chunk_size", self.loss_chunk_size)
         check_eps(self.rms_norm_eps)
         resolve_backend(self.routing_backend)
+        check_schedule(self.routing_schedule)
         self.family.check(self)
         routing = self.routing_config
         if routing.read != "none":
