@@ -50,7 +50,7 @@ def start_world(config: ParallelSection) -> Generator[World]:
     device = pick_device(config.device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     mode = resolve_mode(config, size)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and mode != "none" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size > 1:
@@ -93,6 +93,8 @@ def resolve_mode(config: ParallelSection, size: int) -> str:
 
 def spread(model: nn.Module, config: ParallelSection, world: World) -> nn.Module:
     """The model as the loop calls it: compiled and wrapped, and checked to be spread as was asked."""
+    if compute_dtype(config) != torch.float32 and world.mode in ("none", "ddp"):
+        _round_embedding(model, compute_dtype(config))
     units = [module for module in model.modules() if type(module).__name__ in unit_names(model)]
     if config.compile == "sublayer":
         for unit in units:
@@ -105,6 +107,11 @@ def spread(model: nn.Module, config: ParallelSection, world: World) -> nn.Module
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     check_spread(model, world, config.shard)
     return model
+
+
+def _round_embedding(model: Any, dtype: torch.dtype) -> None:
+    """Let the residual stream start in `dtype`, as it does under FSDP; autocast alone leaves it in float32."""
+    model.get_input_embeddings().register_forward_hook(lambda module, arguments, output: output.to(dtype))
 
 
 def unit_names(model: nn.Module) -> set[str]:
