@@ -1,5 +1,7 @@
 """The training-step benchmark."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,7 +53,8 @@ def test_gate_compares_kernels_with_the_reference(monkeypatch):
     def wrong(shape, variant, dtype, device, backend="triton"):
         model = real(shape, variant, dtype, device, "reference")
         if backend == "triton":
-            model.model.router.eps = 1.0
+            with torch.no_grad():
+                model.model.router.norm_weight.mul_(1.5)
         return model
 
     monkeypatch.setattr(module, "build", wrong)
@@ -65,20 +68,21 @@ def test_a_red_gate_has_no_rows(monkeypatch):
     assert "loss differs" in step_table(result)
 
 
-def test_rows_and_ratios(monkeypatch):
+@pytest.mark.parametrize("eager", [False, True])
+def test_rows_and_ratios(monkeypatch, eager):
     """The schema, with the reference backend in the kernels' place: what is timed is not under test here."""
     real = module.build
     monkeypatch.setattr(module, "build", lambda *a, **k: real(*a[:4], backend="reference"))
     monkeypatch.setattr(module, "compile_parts", lambda *_: None)
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    shape = StepShape("tiny", 32, 1, 2, 1, 48, 31, batch=1, length=4, head_dim=16, eager=True)
-    result = bench_step((shape,), StepOptions("cpu", repeats=1), quiet)
-    assert [(row["variant"], row["compiled"]) for row in result["rows"]] == [
-        ("baseline", True), ("mhar", True), ("baseline", False), ("mhar", False),
-    ]  # fmt: skip
+    saved = []
+    result = bench_step((replace(TINY, eager=eager),), StepOptions("cpu", repeats=1), quiet, saved.append)
+    assert saved == [result]
+    rows = [(row["variant"], row["compiled"], row["cuda_graph"]) for row in result["rows"]]
+    assert rows == [("baseline", not eager, False), ("mhar", not eager, False)]
     keys = {"shape", "variant", "backend", "tokens", "tokens_per_s", "peak_gib", "compiled", "cuda_graph"}
     assert all(keys <= set(row) for row in result["rows"])
-    assert "| tiny | 4 | mhar | compiled |" in step_table(result)
+    assert f"| tiny | 4 | mhar | {'eager' if eager else 'compiled'} |" in step_table(result)
 
 
 def test_comparison():

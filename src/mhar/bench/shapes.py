@@ -43,7 +43,7 @@ class RoutingShape:
 class StepShape:
     """One training step of a Qwen3-like model: batch sequences of length tokens each, embeddings tied.
 
-    `eager`: measure plain calls too, which show the host's cost of launching.
+    `eager`: measure plain calls, which show the host's cost of launching, instead of compiled and replayed steps.
     """
 
     name: str
@@ -97,7 +97,10 @@ STEP_SHAPES = {
         StepShape("1b", 1280, 36, 16, 8, 5120, QWEN3_VOCABULARY, batch=4, length=1024, head_dim=80),
         StepShape("1b", 1280, 36, 16, 8, 5120, QWEN3_VOCABULARY, batch=1, length=1024, head_dim=80, eager=True),
     ),
-    "tiny": (StepShape("tiny", 64, 2, 4, 2, 128, 97, batch=2, length=8, head_dim=16, eager=True),),
+    "tiny": (
+        StepShape("tiny", 64, 2, 4, 2, 128, 97, batch=2, length=8, head_dim=16),
+        StepShape("tiny-eager", 64, 2, 4, 2, 128, 97, batch=1, length=8, head_dim=16, eager=True),
+    ),
 }
 
 

@@ -23,7 +23,10 @@ from mhar.routing import RoutingConfig
 
 Say = Callable[[str], None]
 VARIANTS = ("baseline", "mhar")
-GATE_BOUND = 1e-3  # relative, in float32: arithmetic of another order gives about 1e-5
+# The gate's model is deep enough for passes that sites share. In bfloat16 the kernels' error may exceed the reference's
+# by this much; another function misses by tens of percent.
+GATE_LAYERS = 12
+GATE_RATIO, GATE_FLOOR = 1.5, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,9 @@ def bench_step(
     """
     result: dict[str, Any] = {**provenance(options.device), "rows": [], "relative": [], "not_run": []}
     for shape in shapes:
-        shape = replace(shape, num_layers=options.num_layers or shape.num_layers)
         reason = gate(shape, options.device)
         if reason is None:
-            _measure_pairs(shape, options, result, say)
+            _measure_pair(replace(shape, num_layers=options.num_layers or shape.num_layers), options, result, say)
         else:
             result["not_run"].append({"shape": shape.name, "tokens": shape.tokens, "reason": reason})
             say(f"{shape.key:>12}  not run: {reason}")
@@ -58,16 +60,15 @@ def bench_step(
     return result
 
 
-def _measure_pairs(shape: StepShape, options: StepOptions, result: dict[str, Any], say: Say) -> None:
-    for fast in (True, False) if shape.eager else (True,):
-        rows = [measure(shape, variant, options, fast=fast) for variant in VARIANTS]
-        result["rows"] += rows
-        result["relative"].append(comparison(*rows))
-        for row in rows:
-            say(
-                f"{shape.key:>12}  {row['variant']:<9} {'compiled' if fast else 'eager':<9}"
-                f" {row['ms']:9.2f} ms  {row['tokens_per_s']:>10,.0f} tokens/s  {row['peak_gib']:6.2f} GiB"
-            )
+def _measure_pair(shape: StepShape, options: StepOptions, result: dict[str, Any], say: Say) -> None:
+    rows = [measure(shape, variant, options, fast=not shape.eager) for variant in VARIANTS]
+    result["rows"] += rows
+    result["relative"].append(comparison(*rows))
+    for row in rows:
+        say(
+            f"{shape.key:>12}  {row['variant']:<9} {'eager' if shape.eager else 'compiled':<9}"
+            f" {row['ms']:9.2f} ms  {row['tokens_per_s']:>10,.0f} tokens/s  {row['peak_gib']:6.2f} GiB"
+        )
 
 
 def measure(shape: StepShape, variant: str, options: StepOptions, *, fast: bool) -> dict[str, Any]:
@@ -195,19 +196,37 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def gate(shape: StepShape, device: str) -> str | None:
-    """None where loss and all gradients of a two-layer float32 model equal the reference backend's, else the reason."""
-    small = replace(shape, num_layers=2, batch=2, length=min(shape.length, 32), vocab_size=min(shape.vocab_size, 1024))
-    found: list[dict[str, Tensor]] = []
-    for backend in ("triton", "reference"):
-        step = TrainingStep(build(small, "mhar", torch.float32, device, backend), small, device, compiled=False)
-        loss = step.forward()
-        loss.backward()
-        gradients = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
-        found.append({"loss": loss.detach(), **gradients})
-        torch.manual_seed(0)
-    ours, reference = found
-    for name, tensor in reference.items():
-        error = relative(ours[name], tensor.double())
-        if not error <= GATE_BOUND:
-            return f"correctness gate red: {name} differs by {error:.1e} from the reference, the bound is {GATE_BOUND}"
+    """None where the kernels' loss and gradients are as close to float32 as the reference backend's, else why not."""
+    small = replace(
+        shape,
+        num_layers=min(shape.num_layers, GATE_LAYERS),
+        batch=2,
+        length=min(shape.length, 32),
+        vocab_size=min(shape.vocab_size, 1024),
+    )
+    exact = gradients(small, torch.float32, device, "reference")
+    reference = gradients(small, torch.bfloat16, device, "reference")
+    for name, found in gradients(small, torch.bfloat16, device, "triton").items():
+        error, bound = relative(found, exact[name]), GATE_RATIO * relative(reference[name], exact[name]) + GATE_FLOOR
+        if not error <= bound:
+            return f"correctness gate red: {name} is {error:.1e} from float32, the bound is {bound:.1e}"
     return None
+
+
+def gradients(shape: StepShape, dtype: torch.dtype, device: str, backend: str) -> dict[str, Tensor]:
+    """Loss, and the gradients of routing and of all other parameters as one vector each, in float64.
+
+    The parameters' values are bfloat16's in either dtype.
+    """
+    model = build(shape, "mhar", torch.bfloat16, device, backend).to(dtype)
+    torch.manual_seed(1)
+    step = TrainingStep(model, shape, device, compiled=False)
+    loss = step.forward()
+    loss.backward()
+    parts: dict[str, list[Tensor]] = {"routing gradients": [], "other gradients": []}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        parts["routing gradients" if ".router." in name else "other gradients"].append(
+            parameter.grad.double().flatten()
+        )
+    return {"loss": loss.detach().double(), **{name: torch.cat(tensors) for name, tensors in parts.items()}}
