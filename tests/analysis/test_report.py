@@ -59,7 +59,8 @@ def experiment(tmp_path_factory):
     for one in pair:
         save(one, root / f"evaluation-{one.name}")
     (root / "comparison.json").write_text(json.dumps(compare(pair).to_dict()))
-    probe = {"totals": {"learned_excess": 0.125}, "sites": [{"name": "layers.0.mlp", "gate": 0.25, "entropy": 0.5}]}
+    sites = [{"name": f"layers.{i}.mlp", "gate": 0.25 * i, "entropy": 0.5} for i in range(3)]
+    probe = {"totals": {"learned_excess": 0.125}, "sites": sites}
     (root / "multi" / "probe.json").write_text(json.dumps(probe))
     effects = {"rows": [{"intervention": "uniform", "loss_change": 0.31, "low": 0.2, "high": 0.4, "n": 64}]}
     (root / "multi" / "interventions.json").write_text(json.dumps(effects))
@@ -100,6 +101,7 @@ def test_every_part_is_there(page):
     assert "Gates of multi" in text
     assert "PARTIAL: 2 of 1,838" in text
     assert "0.125" in text
+    assert "gate: 0.5 at 2" in text  # a point of the probe's chart
     assert "0.31" in text
     assert "lm_eval 0.4.13" in text
 

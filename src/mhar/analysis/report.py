@@ -21,7 +21,7 @@ from mhar import __version__
 from mhar.analysis import depthmap
 from mhar.analysis.curves import GATES, HELDOUT_KEYS, TRAIN_KEYS, gate_series, grouped_series
 from mhar.analysis.runfolder import RunFolder, discover
-from mhar.analysis.svg import SERIES_COLOURS, bar_chart, line_chart
+from mhar.analysis.svg import SERIES_COLOURS, Series, bar_chart, line_chart
 from mhar.analysis.tables import (
     comparison_tables,
     evaluation_table,
@@ -38,6 +38,12 @@ COSTS = {
     "peak_memory_mib": "peak memory, MiB",
     "mfu": "model FLOPs utilisation",
 }
+PROBE_CHARTS = (
+    ({"width_disagreement": "trained", "null_width_disagreement": "random query"}, "width disagreement (nats)"),
+    ({"head_disagreement": "trained", "null_head_disagreement": "random queries"}, "head disagreement (nats)"),
+    ({"relative_entropy": "entropy / log N"}, "relative entropy"),
+    ({"gate": "gate"}, "gate"),
+)
 Section = tuple[str, str]
 
 
@@ -144,7 +150,23 @@ def _head_maps(runs: Sequence[RunFolder]) -> Section:
 
 
 def _probes(runs: Sequence[RunFolder]) -> Section:
-    return "Probe", "".join(probe_tables(run) for run in runs if run.probe)
+    return "Probe", "".join(probe_tables(run) + _grid(_probe_charts(run)) for run in runs if run.probe)
+
+
+def _probe_charts(run: RunFolder) -> list[str]:
+    """What the probe found from site to site, against its null where it has one."""
+    charts: list[str] = []
+    for keys, label in PROBE_CHARTS:
+        points = {name: _by_site(run, key) for key, name in keys.items()}
+        series = [Series(name, x, y) for name, (x, y) in points.items() if len(x) > 1]
+        if series:
+            charts.append(line_chart(series, x_label="routing site", y_label=label))
+    return charts
+
+
+def _by_site(run: RunFolder, key: str) -> tuple[list[float], list[float]]:
+    found = [(index, site[key]) for index, site in enumerate(run.probe.get("sites", ())) if key in site]
+    return [float(index) for index, _ in found], [float(value) for _, value in found]
 
 
 def _interventions(runs: Sequence[RunFolder]) -> Section:
