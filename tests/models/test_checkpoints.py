@@ -150,6 +150,13 @@ def test_loading_info_is_returned_when_asked_for(saved):
     assert not info["missing_keys"]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_base_checkpoint_without_a_routed_config_is_refused(strict, tmp_path):
+    stock_model(routed_model("qwen3")).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'qwen3' model, not of a routed one: convert it"):
+        MharForCausalLM.from_pretrained(tmp_path, strict=strict)
+
+
 def test_sharded_checkpoints(saved, tmp_path):
     model, _ = saved
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")

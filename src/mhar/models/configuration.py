@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from mhar.errors import ConfigurationError
+from mhar.errors import CheckpointError, ConfigurationError
 from mhar.models.compat import CACHE_NAME
 from mhar.models.families import Family, family_of
 from mhar.ops.functional import check_heads, resolve_backend
@@ -98,6 +98,17 @@ class MharConfig(PreTrainedConfig):
         family_of(base.model_type)
         values: dict[str, Any] = {**inherited_fields(base), **fields, "base_model_type": base.model_type}
         return cls(routing=None if routing is None else routing.to_dict(), **values)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but the configuration of another kind of model is refused, not read as a Llama's."""
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise CheckpointError(
+                f"this is the configuration of a {model_type!r} model, not of a routed one: convert it (mhar.convert),"
+                " or give MharConfig.from_base(...) as `config`"
+            )
+        return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `auto_map` is left to folders that hold the code (export.py)."""
