@@ -12,7 +12,7 @@ from mhar.cli import main
 from mhar.errors import ConfigurationError, InputError
 from mhar.evaluation import harness, records, suites
 from mhar.evaluation.harness import HarnessSettings
-from mhar.evaluation.loading import LoadedModel
+from mhar.evaluation.loading import LoadedModel, display_name
 from mhar.evaluation.suites import SUITES, TASKS
 from mhar.evaluation.tasks import loader
 
@@ -182,6 +182,25 @@ def test_an_unknown_task_suggests_the_nearest_names(data):
 def test_what_cannot_run_says_what_it_lacks(task, message, data):
     with pytest.raises(InputError, match=message):
         harness.resolve([task], HarnessSettings(data=data))
+
+
+def test_a_task_names_the_packages_that_it_lacks(data, monkeypatch):
+    monkeypatch.setattr(suites, "_importable", lambda package: package != "math_verify")
+    with pytest.raises(InputError, match=r"'minerva_math' needs math_verify: pip install 'lm-eval\[math\]'"):
+        harness.resolve(["minerva_math"], HarnessSettings(data=data, download=True))
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("runs/mhar/final", "mhar-final"),
+        ("runs/a/checkpoint-90", "a-checkpoint-90"),
+        ("org/model", "model"),
+        ("gpt2", "gpt2"),
+    ],
+)
+def test_names_in_tables_say_which_run(path, name):
+    assert display_name(path) == name
 
 
 def test_allowing_code_does_not_provide_the_data(data):

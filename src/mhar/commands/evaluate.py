@@ -59,11 +59,12 @@ def main(argv: list[str]) -> int:
     """Run the command; returns the exit status."""
     arguments = parser().parse_args(argv)
     from mhar.errors import InputError
+    from mhar.evaluation.loading import display_name
 
     names = [name for name in arguments.tasks.split(",") if name]
     if not names and arguments.heldout is None:
         raise InputError("nothing to evaluate: give --tasks, --heldout or both")
-    output = arguments.output or Path("evaluations") / Path(arguments.model).name
+    output = arguments.output or Path("evaluations") / display_name(arguments.model)
     try:
         _run(arguments, names, output)
     except KeyboardInterrupt:

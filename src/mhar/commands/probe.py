@@ -39,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit status."""
     arguments = parser().parse_args(argv)
-    output = arguments.output or Path("probes") / Path(arguments.model).name
+    from mhar.evaluation.loading import display_name
+
+    output = arguments.output or Path("probes") / display_name(arguments.model)
     try:
         _run(arguments, output)
     except KeyboardInterrupt:

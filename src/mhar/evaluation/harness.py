@@ -13,7 +13,7 @@ from typing import Any
 from mhar import __version__
 from mhar.errors import InputError
 from mhar.evaluation import suites
-from mhar.evaluation.loading import LoadedModel, require
+from mhar.evaluation.loading import LoadedModel, display_name, require
 from mhar.evaluation.records import Evaluation, Record, Result, hash_text
 from mhar.evaluation.suites import TaskSpec
 
@@ -125,7 +125,7 @@ def empty_evaluation(loaded: LoadedModel, settings: HarnessSettings) -> Evaluati
         settings=kept,
         results=(),
         records={},
-        name=Path(loaded.info["name"]).name,
+        name=display_name(loaded.info["name"]),
     )
 
 

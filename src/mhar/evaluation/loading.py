@@ -71,6 +71,14 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         return None
 
 
+def display_name(name: str) -> str:
+    """A checkpoint's name in tables and default folders: its folder's, with the run's where the former says little."""
+    path = Path(name)
+    says_little = path.name in ("final", "final_ema") or path.name.startswith("checkpoint")
+    parent = path.resolve().parent.name
+    return f"{parent}-{path.name}" if says_little and parent else path.name
+
+
 def revision_of(name: str, model: Any) -> str:
     """The hub's commit, or a fingerprint of the files of a local folder."""
     folder = Path(name)
