@@ -36,7 +36,7 @@ def probe_run(run: RunFolder, arguments: argparse.Namespace) -> Path | None:
     routing = config.get("routing") or {"read": "none"}
     if routing["read"] == "none":
         return None
-    output = arguments.output / "probes" / f"{run.name}-probe"
+    output = arguments.output / "probes" / f"{run.name.replace('/', '-')}-probe"
     heads = config["num_key_value_heads"] if routing["num_heads"] == "kv" else routing["num_heads"]
     removed = [f"remove_head:{head}" for head in range(heads)] if heads > 1 else []
     shape = ["--context", str(arguments.context), "--sequences", str(arguments.sequences)]

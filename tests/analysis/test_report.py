@@ -99,7 +99,8 @@ def test_every_part_is_there(page):
         assert f"\n{heading}\n" in text, heading
     assert "variant: attention_residuals" in text  # a resolved configuration
     assert "Gates of multi" in text
-    assert "PARTIAL: 2 of 1,838" in text
+    assert "PARTIAL: 2 of 1,838" in text  # the evaluation
+    assert "2 (PARTIAL: 2 of 1838)" in text  # the comparison
     assert "0.125" in text
     assert "gate: 0.5 at 2" in text  # a point of the probe's chart
     assert "0.31" in text

@@ -119,7 +119,7 @@ def test_tasks_that_one_model_lacks_are_listed_and_partial_runs_marked():
     second = evaluation("b", {"piqa": records([1, 1])}, available=1838)
     table = markdown(compare([first, second]))
     assert "Not compared: arc_easy (missing for b)." in table
-    assert "2 (PARTIAL: of 1838)" in table
+    assert "2 (PARTIAL: 2 of 1838)" in table
 
 
 def test_the_command_prints_and_stores_the_comparison(tmp_path, capsys):

@@ -122,6 +122,7 @@ def test_two_models_on_one_set_are_compared_by_window(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "base-evaluation"), str(tmp_path / "routed-evaluation")]) == 0
     out = capsys.readouterr().out
     assert "| heldout:text/val | loss | routed − base |" in out
+    assert "PARTIAL" not in out
     first, second = (records.load(tmp_path / f"{name}-evaluation") for name in ("base", "routed"))
     assert first.results[0].value != second.results[0].value
 

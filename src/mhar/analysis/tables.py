@@ -75,7 +75,7 @@ def comparison_tables(run: RunFolder) -> str:
             None if row.get("only_b") is None else f"{row['only_b']} / {row['only_a']}",
             row["p_value"],
             row["p_holm"],
-            row["n"],
+            f"{row['n']:,} (PARTIAL: {row['partial']})" if row.get("partial") else row["n"],
             row["test"],
         ]
         for row in run.comparison.get("rows", ())

@@ -13,7 +13,7 @@ HARNESS = "lm_eval"
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One pair of models on one metric of one task; `b` minus `a`."""
+    """One pair of models on one metric of one task; `b` minus `a`. `partial` is empty or says how much was run."""
 
     task: str
     metric: str
@@ -27,15 +27,11 @@ class ComparisonRow:
     p_value: float
     p_holm: float
     n: int
-    available: int
+    partial: str
     only_a: int | None
     only_b: int | None
     higher_is_better: bool
     test: str
-
-    @property
-    def is_partial(self) -> bool:
-        return self.n < self.available
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +177,7 @@ def _row(
         p_value=found.p_value,
         p_holm=found.p_value,
         n=found.n,
-        available=result.available,
+        partial=f"{result.n} of {result.available}" if result.is_partial else "",
         only_a=found.only_first,
         only_b=found.only_second,
         higher_is_better=result.higher_is_better,
@@ -198,7 +194,7 @@ def markdown(comparison: Comparison) -> str:
     ]
     for row in comparison.rows:
         discordant = "–" if row.only_a is None else f"{row.only_a} / {row.only_b}"
-        count = f"{row.n} (PARTIAL: of {row.available})" if row.is_partial else str(row.n)
+        count = f"{row.n} (PARTIAL: {row.partial})" if row.partial else str(row.n)
         lines.append(
             f"| {row.task} | {row.metric} | {row.b} − {row.a} | {row.difference:+.4f}"
             f" | [{row.low:+.4f}, {row.high:+.4f}] | {discordant} | {row.p_value:.3g} | {row.p_holm:.3g} | {count} |"
