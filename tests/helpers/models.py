@@ -74,7 +74,8 @@ def routing(variant: str, **overrides: Any) -> RoutingConfig:
 def routed_model(family: str, variant: str = "mhar", *, attention: str = "sdpa", **overrides: Any) -> MharForCausalLM:
     """A tiny routed model in evaluation mode, the same for the same arguments; no routing parameter is at its start."""
     torch.manual_seed(0)
-    config = MharConfig.from_base(base_config(family, **overrides), routing(variant))
+    own = {name: overrides.pop(name) for name in ("routing_backend", "z_loss") if name in overrides}
+    config = MharConfig.from_base(base_config(family, **overrides), routing(variant), **own)
     config._attn_implementation = attention
     model = MharForCausalLM(config).eval()
     with torch.no_grad():
