@@ -90,7 +90,7 @@ class FusedPass:
 
     def rows(self, count: int) -> list[Tensor]:
         """The first `count` source rows [..., D], as views."""
-        return [self.passes.source_row(n).view(self.shape) for n in range(count)]
+        return [self.passes.rows[n].view(self.shape) for n in range(count)]
 
     def begin_backward(self, s: int) -> None:
         """Raises RuntimeError unless site s is the next of the one backward pass."""

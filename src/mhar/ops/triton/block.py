@@ -44,7 +44,6 @@ class BlockPass(RoutedPass):
         self.group_of = {s: group for group in self.groups for s in range(*group)}
         self.rows_of = shared
         self.slots = max((end - begin for begin, end in self.groups), default=1)
-        self.row_strides, self.slot_strides = self.strides(self.num_rows), self.strides(self.slots)
         self.stream = self.empty(tokens, parameters.width, dtype=stream_dtype)
         self.base = self.empty(tokens, parameters.width, dtype=stream_dtype) if add else self.stream
         self.locals: dict[int, Tensor] = {}
@@ -118,7 +117,7 @@ class BlockPass(RoutedPass):
             (-(-self.tokens // t.forward_rows), 1, 1), (variant_of(x, weight), self.stream.dtype),
             x, stream_in, self.stream, self.base, self.rows, self.r, self.partial, self.partial_lse,
             p.a, p.gate, p.null, p.null_logit, hidden, residual, self.lse, local_r, hidden, weight, result, nr,
-            s, row or 0, s - begin, self.tokens, *self.row_strides, *self.slot_strides, self.num_rows, self.slots,
+            s, row or 0, s - begin, self.tokens, self.num_rows, self.slots,
             self.padded_sites, p.eps, norm_eps,
         )  # fmt: skip
         return result
@@ -156,7 +155,7 @@ class BlockPass(RoutedPass):
         kernel(
             (self.tokens * p.num_heads, 1, 1), self.r.device.index,
             self.rows, self.r, p.a_high, p.a_low, self.partial, self.partial_lse,
-            group[0], group[1] - group[0], 0, 0, rows, *self.row_strides, *self.slot_strides, self.num_rows, self.slots,
+            group[0], group[1] - group[0], 0, 0, rows, self.tokens, self.num_rows, self.slots,
         )  # fmt: skip
 
     # Backward.
@@ -218,7 +217,7 @@ class BlockPass(RoutedPass):
             _or(saved.local, a), _or(saved.local_r, a), a, self.lse, self.c, p.gate, p.null, p.null_logit,
             self.null_c, self.d_rows, prev, _or(prev_residual, a), self.gathered, self.gathered_t, self.rows, self.r,
             dx, _or(dx_residual, a), norm_part, null_part, local_part,
-            n, row or 0, n - begin, self.tokens, *self.row_strides, *self.slot_strides, self.num_rows,
+            n, row or 0, n - begin, self.tokens, self.num_rows,
             self.padded_sites,
         )  # fmt: skip
         if finish:
@@ -252,7 +251,7 @@ class BlockPass(RoutedPass):
             (self.tokens * p.num_heads, 1, 1), self.r.device.index,
             self.rows, self.r, self.d_rows, p.a_high, p.a_low, self.lse, self.c, p.gate, self.gathered,
             self.gathered_t, self.d_logits, rows, group[0], min(group[1], self.last) - group[0],
-            *self.row_strides, *self.slot_strides, *self.row_strides, self.num_rows, self.padded_sites,
+            self.tokens, self.num_rows, self.padded_sites,
         )  # fmt: skip
         self.touched = max(self.touched, rows)
 

@@ -14,10 +14,10 @@ from mhar.ops.triton.common import residual_of, restore
 from mhar.ops.triton.storage import stored
 
 
-@triton.jit(do_not_specialize=["s", "row", "slot", "tokens", "VP", "VN", "SP", "SN", "VR", "S", "MP"])
+@triton.jit(do_not_specialize=["s", "row", "slot", "tokens", "VR", "S", "MP"])
 def block_forward_kernel(
     X, STREAM_IN, STREAM, BASE, V, R, P, LSEP, A, GATE, NULL, NULL_LOGIT, OUT, RES, LSE, LOCAL_R,
-    HIDDEN, NORM_W, Y, NORM_R, s, row, slot, tokens, VP, VN, SP, SN, VR, S, MP, eps, norm_eps,
+    HIDDEN, NORM_W, Y, NORM_R, s, row, slot, tokens, VR, S, MP, eps, norm_eps,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BP: tl.constexpr,
     UPDATE: tl.constexpr, FRESH: tl.constexpr, BIRTH: tl.constexpr, SUBTRACT: tl.constexpr, READ: tl.constexpr,
     ROUTED: tl.constexpr, PARTIAL: tl.constexpr, LOCAL: tl.constexpr, ADD: tl.constexpr,
@@ -36,7 +36,7 @@ def block_forward_kernel(
     phmask = pmask[:, None] & (hh < H)[None, :]
     channel = hh[None, :, None] * K + kk[None, None, :]
     at = p[:, None, None] * D + channel
-    v_at = (p[:, None, None] * VP + row * VN) * D + channel
+    v_at = row.to(tl.int64) * tokens * D + at
     ph = p[:, None] * H + hh[None, :]
     masks = ()
     stream = ()
@@ -79,7 +79,7 @@ def block_forward_kernel(
                 side = ph * S + slot
                 m = tl.load(LSEP + side, mask=phmask, other=0.0)
                 z = tl.full((BP, HP), 1.0, tl.float32)
-                p_at = P + (p[:, None, None] * SP + slot * SN) * D + channel
+                p_at = P + slot.to(tl.int64) * tokens * D + at
                 new_out = ()
                 for j in tl.static_range(NT):
                     new_out = new_out + (tl.load(p_at + j * KT, mask=masks[j], other=0.0),)
@@ -150,20 +150,20 @@ def block_forward_kernel(
 
 
 @triton.jit
-def row_gradient(G, T, V, R, p, ph, n, VP, VN, VR, channel, mask, pmask, phmask, j: tl.constexpr, D: tl.constexpr):
+def row_gradient(G, T, V, R, p, ph, n, tokens, VR, channel, mask, pmask, phmask, j: tl.constexpr, D: tl.constexpr):
     """Tile j of the finished gradient of row n: G - (r^2 / D) (sum over heads of T) v."""
     r = tl.load(R + p * VR + n, mask=pmask, other=0.0)
     t = tl.sum(tl.load(T + ph * VR + n, mask=phmask, other=0.0), axis=1) * (r * r) * (1.0 / D)
-    at = (p[:, None, None] * VP + n * VN) * D + channel
+    at = (n.to(tl.int64) * tokens + p[:, None, None]) * D + channel
     v = tl.load(V + at + j, mask=mask, other=0.0).to(tl.float32)
     return tl.load(G + at + j, mask=mask, other=0.0) - t[:, None, None] * v
 
 
-@triton.jit(do_not_specialize=["s", "row", "slot", "tokens", "VP", "VN", "DP", "DN", "VR", "MP"])
+@triton.jit(do_not_specialize=["s", "row", "slot", "tokens", "VR", "MP"])
 def block_backward_kernel(
     DOUT_IN, HIDDEN, RES, NORM_W, NORM_R, LOCAL_V, LOCAL_R, A, LSE, C, GATE, NULL, NULL_LOGIT, NULL_C, DOUT,
     PREV, PREV_RES, G, T, V, R, DX, DX_RES, NORM_PART, NULL_PART, LOCAL_PART,
-    s, row, slot, tokens, VP, VN, DP, DN, VR, MP,
+    s, row, slot, tokens, VR, MP,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BP: tl.constexpr,
     READ: tl.constexpr, FINISH: tl.constexpr, ROUTED: tl.constexpr, LOCAL: tl.constexpr, ADD: tl.constexpr,
     CARRY: tl.constexpr, BIRTH: tl.constexpr, NEXT: tl.constexpr,
@@ -246,7 +246,7 @@ def block_backward_kernel(
                 new_d = ()
                 for j in tl.static_range(NT):
                     x = stored(d[j], DOUT.dtype.element_ty)
-                    tl.store(DOUT + (p[:, None, None] * DP + slot * DN) * D + channel + j * KT, x, mask=masks[j])
+                    tl.store(DOUT + slot.to(tl.int64) * tokens * D + at + j * KT, x, mask=masks[j])
                     x = x.to(tl.float32)
                     if not ADD:
                         c_sum += x * hidden[j]
@@ -299,10 +299,10 @@ def block_backward_kernel(
             for j in tl.static_range(NT):
                 x = stream[j]
                 if BIRTH:
-                    x += row_gradient(G, T, V, R, p, ph, row, VP, VN, VR, channel, masks[j], pmask, phmask, j * KT, D)
+                    x += row_gradient(G, T, V, R, p, ph, row, tokens, VR, channel, masks[j], pmask, phmask, j * KT, D)
                 if NEXT:
                     x -= row_gradient(
-                        G, T, V, R, p, ph, row + 1, VP, VN, VR, channel, masks[j], pmask, phmask, j * KT, D
+                        G, T, V, R, p, ph, row + 1, tokens, VR, channel, masks[j], pmask, phmask, j * KT, D
                     )
                 rounded = stored(x, DX.dtype.element_ty)
                 tl.store(DX + at + j * KT, rounded, mask=masks[j])

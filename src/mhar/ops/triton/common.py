@@ -4,13 +4,12 @@
 Letters of the kernels (the paper's where it has them):
 
     p       a token position, 0 .. BT-1 (batch and tokens flattened); s a routing site; n a source row
-    XP, XN  distance of neighbouring positions and rows in buffer X, in units of D: [BT, rows, D] or [rows, BT, D]
-    V       [BT, VR, D]  source rows        DOUT [BT, VS, D]  gradients of the reads (before the gate)
+    V       [VR, BT, D]  source rows        DOUT [VS, BT, D]  gradients of the reads (before the gate)
     R       [BT, VR]     rsqrt(mean v^2 + eps) of each row
     A       [M, D]       query * norm_weight, float32; AH + AL the same as two bfloat16 terms
     LSE, C  [BT, H, MP]  log-sum-exp of the logits, and <dout, out>, of each site and head
-    P       [BT, S, D]   partial mixes of the sites of one block; LSEP [BT, H, S] their log-sum-exp
-    G, T    [BT, S, D], [BT, H, S]  gathered gradients of the rows of one block
+    P       [S, BT, D]   partial mixes of the sites of one block; LSEP [BT, H, S] their log-sum-exp
+    G, T    [S, BT, D], [BT, H, S]  gathered gradients of the rows of one block
     DL      [BT, H, S, MP]  r * gradient of the logits of one block's rows, per site
     H, K    heads and channels of a head, D = H * K; HP the power of two >= H
 """

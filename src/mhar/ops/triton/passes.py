@@ -82,17 +82,8 @@ class RoutedPass(ABC):
         return torch.empty(shape, dtype=dtype, device=self.parameters.a.device)
 
     def per_row(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A buffer of `count` rows of width D for each position: [tokens, count, D] or [count, tokens, D]."""
-        shape = (count, self.tokens) if self.tuning.rows_first else (self.tokens, count)
-        return self.empty(*shape, self.parameters.width, dtype=dtype)
-
-    def strides(self, count: int) -> tuple[int, int]:
-        """Distance of neighbouring positions and of neighbouring rows in such a buffer, in units of D."""
-        return (1, self.tokens) if self.tuning.rows_first else (count, 1)
-
-    def source_row(self, n: int) -> Tensor:
-        """Source row n, [tokens, D], as a view."""
-        return self.rows[n] if self.tuning.rows_first else self.rows[:, n]
+        """A buffer of `count` rows: [count, tokens, D]."""
+        return self.empty(count, self.tokens, self.parameters.width, dtype=dtype)
 
     def partial_buffers(self, slots: int) -> None:
         """Room for the partial mixes of `slots` sites."""
@@ -151,5 +142,5 @@ class RoutedPass(ABC):
         kernel(
             (p.num_heads * -(-head // (kc * tiles)), self.parts, -(-sites // ts)), self.r.device.index,
             d_logits, self.rows, self.d_a, row0, num_rows, site0, self.last,
-            self.tokens, self.part_tokens, *self.strides(self.num_rows), slots, self.padded_sites, p.num_sites,
+            self.tokens, self.part_tokens, slots, self.padded_sites, p.num_sites,
         )  # fmt: skip

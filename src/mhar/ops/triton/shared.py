@@ -19,9 +19,9 @@ from mhar.ops.triton.storage import stored
 TILE = 16  # sites and rows of a tensor-core tile
 
 
-@triton.jit(do_not_specialize=["site0", "num_sites", "slot0", "row0", "row1", "VP", "VN", "SP", "SN", "VR", "S"])
+@triton.jit(do_not_specialize=["site0", "num_sites", "slot0", "row0", "row1", "tokens", "VR", "S"])
 def partial_mix_kernel(
-    V, R, AH, AL, P, LSEP, site0, num_sites, slot0, row0, row1, VP, VN, SP, SN, VR, S,
+    V, R, AH, AL, P, LSEP, site0, num_sites, slot0, row0, row1, tokens, VR, S,
     H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
     MERGE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -34,8 +34,8 @@ def partial_mix_kernel(
     ni = tl.arange(0, TS)
     ki = tl.arange(0, KC)
     smask = si < num_sites
-    v_base = V + p * VP * D + h * K
-    p_base = P + p * SP * D + h * K + ((slot0 + si).to(tl.int64) * SN)[:, None] * D + ki[None, :]
+    v_base = V + p * D + h * K
+    p_base = P + p * D + h * K + ((slot0 + si).to(tl.int64) * tokens)[:, None] * D + ki[None, :]
     side = (p * H + h) * S + slot0 + si
     ah = ()
     al = ()
@@ -65,7 +65,7 @@ def partial_mix_kernel(
         v = ()
         for j in tl.static_range(NT):
             mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-            tile = tl.load(v_base + (n.to(tl.int64) * VN)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            tile = tl.load(v_base + (n.to(tl.int64) * tokens)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
             v = v + (operand(tile, EXACT),)
         logits = tl.zeros((TS, TS), tl.float32)
         for j in tl.static_range(NT):
@@ -94,82 +94,59 @@ def partial_mix_kernel(
     tl.store(LSEP + side, m + tl.log(z), mask=smask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "row0",
-        "num_rows",
-        "slot0",
-        "site0",
-        "site1",
-        "VP",
-        "VN",
-        "DP",
-        "DN",
-        "SP",
-        "SN",
-        "VR",
-        "S",
-        "MP",
-    ]
-)
+@triton.jit(do_not_specialize=["row0", "num_rows", "slot0", "site0", "site1", "tokens", "VR", "S", "MP"])
 def pull_kernel(
-    V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, row0, num_rows, slot0, site0, site1,
-    VP, VN, DP, DN, SP, SN, VR, S, MP,
-    H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
+    V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, row0, num_rows, slot0, site0, site1, tokens, VR, S, MP,
+    H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr, PP: tl.constexpr,
     HAS_GATE: tl.constexpr, MERGE: tl.constexpr, A_LOW: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """G, T, DL of rows [row0, row0 + num_rows) from sites [site0, site1), which all read these rows.
 
-    MERGE adds to an earlier G and T. The gradients stay in registers while the sites' DOUT streams by.
+    MERGE adds to an earlier G and T. One loop walks over PP positions and their tiles of sites, so that the loads of
+    the next tile, be it of the next position, are under way while this one is computed; gradients stay in registers
+    from a position's first tile to its last.
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KC * NT
-    p = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
+    p_first = (tl.program_id(0) // H) * PP
     ni = tl.arange(0, TS)
     si = tl.arange(0, TS)
     ki = tl.arange(0, KC)
     nmask = ni < num_rows
-    g_base = G + p * SP * D + h * K + ((slot0 + ni).to(tl.int64) * SN)[:, None] * D + ki[None, :]
-    v_base = V + p * VP * D + h * K + ((row0 + ni).to(tl.int64) * VN)[:, None] * D + ki[None, :]
-    t_at = T + (p * H + h) * S + slot0 + ni
-    dl_base = DL + ((p * H + h) * S + slot0) * MP
-    r = tl.load(R + p * VR + row0 + ni, mask=nmask, other=0.0)
-    v = ()
+    row_at = ((row0 + ni).to(tl.int64) * tokens)[:, None] * D + h * K + ki[None, :]
+    slot_at = ((slot0 + ni).to(tl.int64) * tokens)[:, None] * D + h * K + ki[None, :]
+    steps = tl.cdiv(site1 - site0, TS)
+    positions = tl.minimum(tokens - p_first, PP)
     acc = ()
-    for j in tl.static_range(NT):
-        mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-        x = tl.load(v_base + j * KC, mask=mask, other=0.0)
-        v = v + (operand(x, EXACT),)
-        if MERGE:
-            acc = acc + (tl.load(g_base + j * KC, mask=mask, other=0.0),)
-        else:
-            acc = acc + (tl.zeros((TS, KC), tl.float32),)
+    for _ in tl.static_range(NT):
+        acc = acc + (tl.zeros((TS, KC), tl.float32),)
     t = tl.zeros((TS,), tl.float32)
-    if MERGE:
-        t = tl.load(t_at, mask=nmask, other=0.0)
-    for s0 in tl.range(site0, site1, TS, num_stages=STAGES):
-        s = s0 + si
+    for i in tl.range(0, positions * steps, num_stages=STAGES):
+        step = i % steps
+        p = (p_first + i // steps).to(tl.int64)
+        ph = p * H + h
+        s = site0 + step * TS + si
         smask = s < site1
         both = nmask[:, None] & smask[None, :]
-        lse = tl.load(LSE + (p * H + h) * MP + s, mask=smask, other=0.0)
-        c = tl.load(C + (p * H + h) * MP + s, mask=smask, other=0.0)
+        r = tl.load(R + p * VR + row0 + ni, mask=nmask, other=0.0)
+        lse = tl.load(LSE + ph * MP + s, mask=smask, other=0.0)
+        c = tl.load(C + ph * MP + s, mask=smask, other=0.0)
+        v = ()
         d = ()
         ah = ()
         al = ()
         for j in tl.static_range(NT):
+            mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
+            v = v + (operand(tl.load(V + p * D + row_at + j * KC, mask=mask, other=0.0), EXACT),)
             mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
-            tile = tl.load(
-                DOUT + p * DP * D + h * K + (s.to(tl.int64) * DN)[:, None] * D + j * KC + ki[None, :],
-                mask=mask,
-                other=0.0,
-            )
-            d = d + (operand(tile, EXACT),)
-            at = s[:, None] * D + h * K + j * KC + ki[None, :]
-            ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
+            at = p * D + h * K + (s.to(tl.int64) * tokens)[:, None] * D + j * KC + ki[None, :]
+            d = d + (operand(tl.load(DOUT + at, mask=mask, other=0.0), EXACT),)
+            a_at = s[:, None] * D + h * K + j * KC + ki[None, :]
+            ah = ah + (tl.load(AH + a_at, mask=mask, other=0.0),)
             if not EXACT:
-                al = al + (tl.load(AL + at, mask=mask, other=0.0),)
+                al = al + (tl.load(AL + a_at, mask=mask, other=0.0),)
         logits = tl.zeros((TS, TS), tl.float32)
         dw = tl.zeros((TS, TS), tl.float32)
         for j in tl.static_range(NT):
@@ -182,14 +159,15 @@ def pull_kernel(
         if HAS_GATE:
             w = w * tl.load(GATE + s, mask=smask, other=0.0)[None, :]
         dl = w * (dw - c[None, :])
-        t += tl.sum(dl * logits, axis=1)
+        kept = tl.where(step == 0, 0.0, 1.0)
+        t = t * kept + tl.sum(dl * logits, axis=1)
         dl = dl * r[:, None]
+        tl.store(DL + (ph * S + slot0 + ni)[:, None] * MP + s[None, :], dl, mask=both)
         dl_h = dl if EXACT else stored(dl, v[0].dtype)
-        tl.store(dl_base + ni[:, None] * MP + s[None, :], dl, mask=both)
         wh = w if EXACT else stored(w, v[0].dtype)
         new_acc = ()
         for j in tl.static_range(NT):
-            total = dot(wh, d[j], acc[j], PRECISION)
+            total = dot(wh, d[j], acc[j] * kept, PRECISION)
             if not EXACT:
                 total = dot(stored(w - wh.to(tl.float32), v[0].dtype), d[j], total, PRECISION)
             total = dot(dl_h, ah[j], total, PRECISION)
@@ -197,16 +175,25 @@ def pull_kernel(
                 total = dot(dl_h, al[j], total, PRECISION)
             new_acc = new_acc + (total,)
         acc = new_acc
-    for j in tl.static_range(NT):
-        mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-        tl.store(g_base + j * KC, acc[j], mask=mask)
-    tl.store(t_at, t, mask=nmask)
+        if step == steps - 1:
+            for j in tl.static_range(NT):
+                gmask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
+                g_at = G + p * D + slot_at + j * KC
+                if MERGE:
+                    tl.store(g_at, acc[j] + tl.load(g_at, mask=gmask, other=0.0), mask=gmask)
+                else:
+                    tl.store(g_at, acc[j], mask=gmask)
+            t_at = T + ph * S + slot0 + ni
+            if MERGE:
+                tl.store(t_at, t + tl.load(t_at, mask=nmask, other=0.0), mask=nmask)
+            else:
+                tl.store(t_at, t, mask=nmask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "site0", "num_sites", "VP", "VN", "DP", "DN", "GP", "GN", "VR", "MP"])
+@triton.jit(do_not_specialize=["num_rows", "site0", "num_sites", "tokens", "VR", "MP"])
 def scatter_kernel(
     V, R, DOUT, AH, AL, LSE, C, GATE, G, T, DL, num_rows, site0, num_sites,
-    VP, VN, DP, DN, GP, GN, VR, MP,
+    tokens, VR, MP,
     H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr,
     HAS_GATE: tl.constexpr, MERGE: tl.constexpr, INLINE_C: tl.constexpr, ONE_TILE: tl.constexpr, A_LOW: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -224,15 +211,15 @@ def scatter_kernel(
     ni = tl.arange(0, TS)
     ki = tl.arange(0, KC)
     smask = si < num_sites
-    v_base = V + p * VP * D + h * K
-    g_base = G + p * GP * D + h * K
+    v_base = V + p * D + h * K
+    g_base = G + p * D + h * K
     side = (p * H + h) * MP + site0 + si
     d = ()
     ah = ()
     al = ()
     for j in tl.static_range(NT):
         mask = smask[:, None] if EVEN else smask[:, None] & (j * KC + ki[None, :] < K)
-        at = p * DP * D + h * K + (si.to(tl.int64) * DN)[:, None] * D + j * KC + ki[None, :]
+        at = p * D + h * K + (si.to(tl.int64) * tokens)[:, None] * D + j * KC + ki[None, :]
         d = d + (operand(tl.load(DOUT + at, mask=mask, other=0.0), EXACT),)
         at = (site0 + si)[:, None] * D + h * K + j * KC + ki[None, :]
         ah = ah + (tl.load(AH + at, mask=mask, other=0.0),)
@@ -249,7 +236,9 @@ def scatter_kernel(
             logits = tl.zeros((TS, TS), tl.float32)
             for j in tl.static_range(NT):
                 mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-                x = tl.load(v_base + (n.to(tl.int64) * VN)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+                x = tl.load(
+                    v_base + (n.to(tl.int64) * tokens)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0
+                )
                 x = operand(x, EXACT)
                 dw = dot(x, tl.trans(d[j]), dw, PRECISION)
                 logits = dot(x, tl.trans(ah[j]), logits, PRECISION)
@@ -267,7 +256,7 @@ def scatter_kernel(
         v = ()
         for j in tl.static_range(NT):
             mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-            x = tl.load(v_base + (n.to(tl.int64) * VN)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
+            x = tl.load(v_base + (n.to(tl.int64) * tokens)[:, None] * D + j * KC + ki[None, :], mask=mask, other=0.0)
             v = v + (operand(x, EXACT),)
         dw = tl.zeros((TS, TS), tl.float32)
         logits = tl.zeros((TS, TS), tl.float32)
@@ -290,7 +279,7 @@ def scatter_kernel(
         wh = w if EXACT else stored(w, v[0].dtype)
         for j in tl.static_range(NT):
             mask = nmask[:, None] if EVEN else nmask[:, None] & (j * KC + ki[None, :] < K)
-            g_at = g_base + (n.to(tl.int64) * GN)[:, None] * D + j * KC + ki[None, :]
+            g_at = g_base + (n.to(tl.int64) * tokens)[:, None] * D + j * KC + ki[None, :]
             total = tl.zeros((TS, KC), tl.float32)
             if MERGE:
                 total = tl.load(g_at, mask=mask, other=0.0)
@@ -309,9 +298,9 @@ def scatter_kernel(
         tl.store(C + side, c, mask=smask)
 
 
-@triton.jit(do_not_specialize=["row0", "num_rows", "site0", "site1", "tokens", "split", "VP", "VN", "S", "MP", "M"])
+@triton.jit(do_not_specialize=["row0", "num_rows", "site0", "site1", "tokens", "split", "S", "MP", "M"])
 def query_gradient_kernel(
-    DL, V, DA, row0, num_rows, site0, site1, tokens, split, VP, VN, S, MP, M,
+    DL, V, DA, row0, num_rows, site0, site1, tokens, split, S, MP, M,
     H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, NT: tl.constexpr, TS: tl.constexpr, PB: tl.constexpr,
     LOWER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -347,7 +336,7 @@ def query_gradient_kernel(
         for j in tl.static_range(NT):
             k = kb + j * KC + ki[None, :]
             vmask = rows[:, None] & (k < K)
-            x = tl.load(V + (p * VP + (row0 + slot).to(tl.int64) * VN)[:, None] * D + h * K + k, mask=vmask, other=0.0)
+            x = tl.load(V + (p + (row0 + slot).to(tl.int64) * tokens)[:, None] * D + h * K + k, mask=vmask, other=0.0)
             if EXACT:
                 total = dot(dl, x.to(tl.float32), acc[j], PRECISION)
             else:

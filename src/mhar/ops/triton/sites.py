@@ -16,14 +16,14 @@ from mhar.ops.triton.common import residual_of, restore
 from mhar.ops.triton.storage import stored
 
 
-@triton.jit(do_not_specialize=["s", "first", "slot", "tokens", "VP", "VN", "SP", "SN", "VR", "S", "MP"])
+@triton.jit(do_not_specialize=["s", "first", "slot", "tokens", "VR", "S", "MP"])
 def site_forward_kernel(
     X, V, R, P, LSEP, A, GATE, NULL, NULL_LOGIT, STREAM, OUT, RES, LSE, HIDDEN, NORM_W, Y, NORM_R,
-    s, first, slot, tokens, VP, VN, SP, SN, VR, S, MP, eps, norm_eps,
+    s, first, slot, tokens, VR, S, MP, eps, norm_eps,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BP: tl.constexpr,
     PARTIAL: tl.constexpr, ROUTED: tl.constexpr, ADD: tl.constexpr, OPENING: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_NULL: tl.constexpr, NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
-    SAVE: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
+    SAVE: tl.constexpr, RESIDUAL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Site s reads rows [first, s) one by one, the newest row s = X, and P (rows before `first`).
 
@@ -38,8 +38,7 @@ def site_forward_kernel(
     phmask = pmask[:, None] & (hh < H)[None, :]
     channel = hh[None, :, None] * K + kk[None, None, :]
     at = p[:, None, None] * D + channel
-    v_at = p[:, None, None] * VP * D + channel
-    new_row = (s * VN).to(tl.int64) * D
+    new_row = V + s.to(tl.int64) * tokens * D + at
     ph = p[:, None] * H + hh[None, :]
 
     a = ()
@@ -53,7 +52,7 @@ def site_forward_kernel(
         masks = masks + (mask,)
         x = tl.load(X + at + j * KT, mask=mask, other=0.0)
         kept = stored(x.to(tl.float32), V.dtype.element_ty)
-        tl.store(V + v_at + new_row + j * KT, kept, mask=mask)
+        tl.store(new_row + j * KT, kept, mask=mask)
         v = v + (kept.to(tl.float32),)
         added = added + (x.to(tl.float32),)
     square = v[0] * v[0]
@@ -82,7 +81,7 @@ def site_forward_kernel(
             e_old = tl.exp(lp - new_m)
             z = e_old + e_new
             m = new_m
-            p_at = P + (p[:, None, None] * SP + slot * SN) * D + channel
+            p_at = P + slot.to(tl.int64) * tokens * D + at
             for j in tl.static_range(NT):
                 x = tl.load(p_at + j * KT, mask=masks[j], other=0.0)
                 acc = acc + (x * e_old[:, :, None] + v[j] * e_new[:, :, None],)
@@ -100,24 +99,30 @@ def site_forward_kernel(
                 null = tl.load(NULL + s * D + channel + j * KT, mask=masks[j], other=0.0).to(tl.float32)
                 new_acc = new_acc + (acc[j] * alpha[:, :, None] + null * e[:, :, None],)
             acc = new_acc
-        for n in tl.range(first, s, num_stages=STAGES):
-            rn = tl.load(R + p * VR + n, mask=pmask, other=0.0)
+        for n0 in tl.range(first, s, UNROLL, num_stages=1):
+            # All loads first: their latency is what a row costs.
             xs = ()
-            for j in tl.static_range(NT):
-                xs = xs + (tl.load(V + v_at + (n * VN).to(tl.int64) * D + j * KT, mask=masks[j], other=0.0),)
-            products = xs[0].to(tl.float32) * a[0]
-            for j in tl.static_range(1, NT):
-                products += xs[j].to(tl.float32) * a[j]
-            ln = tl.sum(products, axis=2) * rn[:, None]
-            new_m = tl.maximum(m, ln)
-            alpha = tl.exp(m - new_m)
-            e = tl.exp(ln - new_m)
-            z = z * alpha + e
-            m = new_m
-            new_acc = ()
-            for j in tl.static_range(NT):
-                new_acc = new_acc + (acc[j] * alpha[:, :, None] + xs[j].to(tl.float32) * e[:, :, None],)
-            acc = new_acc
+            rs = ()
+            for u in tl.static_range(UNROLL):
+                n = n0 + u
+                rs = rs + (tl.load(R + p * VR + n, mask=pmask & (n < s), other=0.0),)
+                for j in tl.static_range(NT):
+                    row = V + (n.to(tl.int64) * tokens) * D + at + j * KT
+                    xs = xs + (tl.load(row, mask=masks[j] & (n < s), other=0.0),)
+            for u in tl.static_range(UNROLL):
+                products = xs[u * NT].to(tl.float32) * a[0]
+                for j in tl.static_range(1, NT):
+                    products += xs[u * NT + j].to(tl.float32) * a[j]
+                ln = tl.where(n0 + u < s, tl.sum(products, axis=2) * rs[u][:, None], -1e30)
+                new_m = tl.maximum(m, ln)
+                alpha = tl.exp(m - new_m)
+                e = tl.exp(ln - new_m)
+                z = z * alpha + e
+                m = new_m
+                new_acc = ()
+                for j in tl.static_range(NT):
+                    new_acc = new_acc + (acc[j] * alpha[:, :, None] + xs[u * NT + j].to(tl.float32) * e[:, :, None],)
+                acc = new_acc
         inverse = 1.0 / z
         if SAVE:
             tl.store(LSE + ph * MP + s, m + tl.log(z), mask=phmask)
@@ -164,15 +169,15 @@ def site_forward_kernel(
             tl.store(Y + at + j * KT, stored(hidden[j] * nr[:, None, None] * weight, Y.dtype.element_ty), mask=masks[j])
 
 
-@triton.jit(do_not_specialize=["n", "slot", "s_end", "tokens", "VP", "VN", "DP", "DN", "SP", "SN", "VR", "S", "MP"])
+@triton.jit(do_not_specialize=["n", "slot", "s_end", "tokens", "VR", "S", "MP"])
 def site_backward_kernel(
     DOUT_IN, OUT, RES, HIDDEN, NORM_W, NORM_R, V, R, A, LSE, C, GATE, NULL, NULL_LOGIT, DOUT, G, T, DL, DSTREAM, DX,
     NORM_PART, NULL_PART, NULL_C,
-    n, slot, s_end, tokens, VP, VN, DP, DN, SP, SN, VR, S, MP,
+    n, slot, s_end, tokens, VR, S, MP,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BP: tl.constexpr,
     GATHERED: tl.constexpr, ROUTED: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_NULL: tl.constexpr, NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
-    RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
+    RESIDUAL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Gradient of site n's hidden state in, gradient of its newest source (row n) out.
 
@@ -194,8 +199,7 @@ def site_backward_kernel(
         pmask = p < tokens
         phmask = pmask[:, None] & (hh < H)[None, :]
         at = p[:, None, None] * D + channel
-        v_at = p[:, None, None] * VP * D + (n * VN).to(tl.int64) * D + channel
-        d_at = p[:, None, None] * DP * D + channel
+        own_row = n.to(tl.int64) * tokens * D + at
         ph = p[:, None] * H + hh[None, :]
         masks = ()
         for j in tl.static_range(NT):
@@ -245,13 +249,13 @@ def site_backward_kernel(
 
         v = ()
         for j in tl.static_range(NT):
-            v = v + (tl.load(V + v_at + j * KT, mask=masks[j], other=0.0).to(tl.float32),)
+            v = v + (tl.load(V + own_row + j * KT, mask=masks[j], other=0.0).to(tl.float32),)
         r = tl.load(R + p * VR + n, mask=pmask, other=0.0)
         acc = ()
         t = tl.zeros((BP, HP), tl.float32)
         if GATHERED:
             t = tl.load(T + ph * S + slot, mask=phmask, other=0.0)
-            g_at = G + (p[:, None, None] * SP + slot * SN) * D + channel
+            g_at = G + slot.to(tl.int64) * tokens * D + at
             for j in tl.static_range(NT):
                 acc = acc + (tl.load(g_at + j * KT, mask=masks[j], other=0.0),)
         else:
@@ -267,7 +271,7 @@ def site_backward_kernel(
             a = ()
             for j in tl.static_range(NT):
                 x = stored(d[j], DOUT.dtype.element_ty)
-                tl.store(DOUT + d_at + (n * DN).to(tl.int64) * D + j * KT, x, mask=masks[j])
+                tl.store(DOUT + own_row + j * KT, x, mask=masks[j])
                 x = x.to(tl.float32)
                 out = tl.load(OUT + at + j * KT, mask=masks[j], other=0.0)
                 if RESIDUAL != 0:
@@ -302,37 +306,46 @@ def site_backward_kernel(
             dl = w * (dw - c)
             t += dl * logit
             dl = dl * r[:, None]
-            tl.store(DL + (ph * S + slot) * MP + n, stored(dl, DL.dtype.element_ty), mask=phmask)
+            tl.store(DL + (ph * S + slot) * MP + n, dl, mask=phmask)
             new_acc = ()
             for j in tl.static_range(NT):
                 new_acc = new_acc + (acc[j] + w[:, :, None] * d[j] + dl[:, :, None] * a[j],)
             acc = new_acc
 
-        for s in tl.range(n + 1, s_end, num_stages=STAGES):
+        for s0 in tl.range(n + 1, s_end, UNROLL, num_stages=1):
             ds = ()
-            a = ()
-            for j in tl.static_range(NT):
-                ds = ds + (tl.load(DOUT + d_at + (s * DN).to(tl.int64) * D + j * KT, mask=masks[j], other=0.0),)
-                a = a + (tl.load(A + s * D + channel + j * KT, mask=masks[j], other=0.0),)
-            c = tl.load(C + ph * MP + s, mask=phmask, other=0.0)
-            lse = tl.load(LSE + ph * MP + s, mask=phmask, other=0.0)
-            dw_sum = ds[0].to(tl.float32) * v[0]
-            l_sum = v[0] * a[0]
-            for j in tl.static_range(1, NT):
-                dw_sum += ds[j].to(tl.float32) * v[j]
-                l_sum += v[j] * a[j]
-            logit = tl.sum(l_sum, axis=2) * r[:, None]
-            w = tl.where(phmask, tl.exp(logit - lse), 0.0)
-            if HAS_GATE:
-                w = w * tl.load(GATE + s)
-            dl = w * (tl.sum(dw_sum, axis=2) - c)
-            t += dl * logit
-            dl = dl * r[:, None]
-            tl.store(DL + (ph * S + slot) * MP + s, stored(dl, DL.dtype.element_ty), mask=phmask)
-            new_acc = ()
-            for j in tl.static_range(NT):
-                new_acc = new_acc + (acc[j] + w[:, :, None] * ds[j].to(tl.float32) + dl[:, :, None] * a[j],)
-            acc = new_acc
+            cs = ()
+            lses = ()
+            for u in tl.static_range(UNROLL):
+                s = s0 + u
+                cs = cs + (tl.load(C + ph * MP + s, mask=phmask & (s < s_end), other=0.0),)
+                lses = lses + (tl.load(LSE + ph * MP + s, mask=phmask & (s < s_end), other=0.0),)
+                for j in tl.static_range(NT):
+                    row = DOUT + (s.to(tl.int64) * tokens) * D + at + j * KT
+                    ds = ds + (tl.load(row, mask=masks[j] & (s < s_end), other=0.0),)
+            for u in tl.static_range(UNROLL):
+                s = s0 + u
+                a_s = ()
+                for j in tl.static_range(NT):
+                    a_s = a_s + (tl.load(A + s * D + channel + j * KT, mask=masks[j] & (s < s_end), other=0.0),)
+                dw_sum = ds[u * NT].to(tl.float32) * v[0]
+                l_sum = v[0] * a_s[0]
+                for j in tl.static_range(1, NT):
+                    dw_sum += ds[u * NT + j].to(tl.float32) * v[j]
+                    l_sum += v[j] * a_s[j]
+                logit = tl.sum(l_sum, axis=2) * r[:, None]
+                w = tl.where(phmask & (s < s_end), tl.exp(logit - lses[u]), 0.0)
+                if HAS_GATE:
+                    w = w * tl.load(GATE + s, mask=s < s_end, other=0.0)
+                dl = w * (tl.sum(dw_sum, axis=2) - cs[u])
+                t += dl * logit
+                dl = dl * r[:, None]
+                tl.store(DL + (ph * S + slot) * MP + s, dl, mask=phmask & (s < s_end))
+                new_acc = ()
+                for j in tl.static_range(NT):
+                    d_j = ds[u * NT + j].to(tl.float32)
+                    new_acc = new_acc + (acc[j] + w[:, :, None] * d_j + dl[:, :, None] * a_s[j],)
+                acc = new_acc
 
         through_norm = (tl.sum(t, axis=1) * (r * r) * (1.0 / D))[:, None, None]
         for j in tl.static_range(NT):

@@ -29,7 +29,6 @@ class SublayerPass(RoutedPass):
         super().__init__(parameters, parameters.num_sites, tokens, dtype, stream_dtype, tuning, kernels)
         self.schedule = schedule
         self.slots = schedule.block or TILE
-        self.row_strides, self.slot_strides = self.strides(self.num_rows), self.strides(self.slots)
         self.stream = None if stream_dtype is None else self.empty(tokens, parameters.width, dtype=stream_dtype)
         if schedule.block:
             self.partial_buffers(self.slots)
@@ -71,7 +70,7 @@ class SublayerPass(RoutedPass):
             x, self.rows, self.r, self.partial, self.partial_lse, p.a, p.gate, p.null, p.null_logit,
             self.stream if add else p.a, out, saved.residual if saved.residual is not None else p.a, self.lse,
             hidden, weight, result, nr,
-            s, own, s - schedule.block_start(s), self.tokens, *self.row_strides, *self.slot_strides, self.num_rows,
+            s, own, s - schedule.block_start(s), self.tokens, self.num_rows,
             self.slots, self.padded_sites,
             p.eps, norm_eps,
         )  # fmt: skip
@@ -84,7 +83,7 @@ class SublayerPass(RoutedPass):
             site_forward_kernel, t.forward_warps, **self.site_shape(), BP=t.forward_rows,
             PARTIAL=partial, ROUTED=routed, ADD=add, OPENING=opening,
             HAS_GATE=self.parameters.has_gate, HAS_NULL=self.parameters.has_null, NORM=norm, NORM_OFFSET=offset,
-            SAVE=save, RESIDUAL=self.residual, STAGES=t.forward_stages,
+            SAVE=save, RESIDUAL=self.residual, UNROLL=t.forward_unroll,
         )  # fmt: skip
 
     def _mix(self, shared: Pass) -> None:
@@ -100,7 +99,7 @@ class SublayerPass(RoutedPass):
             (self.tokens * p.num_heads, 1, 1), self.r.device.index,
             self.rows, self.r, p.a_high, p.a_low, self.partial, self.partial_lse,
             shared.site0, shared.site1 - shared.site0, shared.site0 - self.schedule.block_start(shared.site0),
-            shared.row0, shared.row1, *self.row_strides, *self.slot_strides, self.num_rows, self.slots,
+            shared.row0, shared.row1, self.tokens, self.num_rows, self.slots,
         )  # fmt: skip
 
     # Backward.
@@ -146,8 +145,7 @@ class SublayerPass(RoutedPass):
             saved.norm_r if saved.norm_r is not None else p.a, self.rows, self.r, p.a, self.lse, self.c, p.gate,
             p.null, p.null_logit, self.d_rows, self.gathered, self.gathered_t, self.d_logits,
             self.d_stream if self.d_stream is not None else p.a, dx, norm_part, null_part, self.null_c,
-            n, self._slot(n), own_end, self.tokens, *self.row_strides, *self.row_strides, *self.slot_strides,
-            self.num_rows, self.slots, self.padded_sites,
+            n, self._slot(n), own_end, self.tokens, self.num_rows, self.slots, self.padded_sites,
         )  # fmt: skip
         if p.has_null and routed:
             torch.sum(null_part, 0, out=self.d_null[n])
@@ -166,7 +164,7 @@ class SublayerPass(RoutedPass):
             site_backward_kernel, t.backward_warps, **self.site_shape(), BP=t.backward_rows,
             GATHERED=gathered, ROUTED=routed, ADD=add, CLOSING=closing,
             HAS_GATE=self.parameters.has_gate, HAS_NULL=self.parameters.has_null, NORM=norm, NORM_OFFSET=offset,
-            RESIDUAL=self.residual, STAGES=t.backward_stages,
+            RESIDUAL=self.residual, UNROLL=t.backward_unroll,
         )  # fmt: skip
 
     def _pull(self, shared: Pass) -> None:
@@ -174,16 +172,16 @@ class SublayerPass(RoutedPass):
         kernel = self.kernels.get(
             ("pull", shared.merge, self.dtype, t),
             lambda: Kernel(
-                pull_kernel, t.pull_warps, **self.pass_shape(t.pull_tile),
+                pull_kernel, t.pull_warps, **self.pass_shape(t.pull_tile), PP=t.pull_positions,
                 HAS_GATE=p.has_gate, MERGE=shared.merge, A_LOW=t.low_query, STAGES=t.pull_stages,
             ),
         )  # fmt: skip
         kernel(
-            (self.tokens * p.num_heads, 1, 1), self.r.device.index,
+            (-(-self.tokens // t.pull_positions) * p.num_heads, 1, 1), self.r.device.index,
             self.rows, self.r, self.d_rows, p.a_high, p.a_low, self.lse, self.c, p.gate,
             self.gathered, self.gathered_t, self.d_logits,
             shared.row0, shared.row1 - shared.row0, self._slot(shared.row0), shared.site0, shared.site1,
-            *self.row_strides, *self.row_strides, *self.slot_strides, self.num_rows, self.slots, self.padded_sites,
+            self.tokens, self.num_rows, self.slots, self.padded_sites,
         )  # fmt: skip
 
     def parameter_gradients(self) -> dict[str, Tensor]:

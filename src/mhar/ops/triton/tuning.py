@@ -16,27 +16,26 @@ class Tuning:
 
     Attributes:
         block, inner: lengths of the two levels of site blocks (schedule.py); 0 is the dense form.
-        rows_first: rows of all positions lie together ([rows, tokens, D]) rather than rows of one position.
         site_tile: channels per tile of the site kernels.
-        forward_rows, forward_warps, forward_stages: positions per program of the forward site kernel, and so on.
-        backward_rows, backward_warps, backward_stages: the same for the backward site kernel.
+        forward_rows, forward_warps, forward_unroll: positions per program of the forward site kernel, its warps, and the
+            source rows whose loads are under way together.
+        backward_rows, backward_warps, backward_unroll: the same for the backward site kernel.
         programs: programs of a backward site kernel that also reduces over tokens (norm weight, null source).
         mix_tile, mix_warps, mix_stages: partial_mix_kernel.
-        pull_tile, pull_warps, pull_stages: pull_kernel and scatter_kernel.
+        pull_tile, pull_warps, pull_stages: pull_kernel and scatter_kernel; pull_positions: of a program of the former.
         low_query: multiply logit gradients with both terms of query * norm_weight.
         query_tile, query_sites, query_positions, query_parts, query_warps, query_stages: query_gradient_kernel.
     """
 
     block: int = 16
     inner: int = 8
-    rows_first: bool = True
     site_tile: int = 32
     forward_rows: int = 1
     forward_warps: int = 2
-    forward_stages: int = 2
+    forward_unroll: int = 4
     backward_rows: int = 1
     backward_warps: int = 2
-    backward_stages: int = 1
+    backward_unroll: int = 4
     programs: int = 1056
     mix_tile: int = 32
     mix_warps: int = 1
@@ -44,6 +43,7 @@ class Tuning:
     pull_tile: int = 32
     pull_warps: int = 2
     pull_stages: int = 2
+    pull_positions: int = 4
     low_query: bool = True
     query_tile: int = 32
     query_sites: int = 64
