@@ -201,7 +201,15 @@ def test_ticks_are_round_and_inside(start, stop, expected):
 
 
 @pytest.mark.parametrize(
-    "value, text", [(1234567, "1,234,567"), (0.12345678, "0.1235"), (54321.4, "54,321"), (3.0, "3"), (1e-9, "1e-09")]
+    "value, text",
+    [
+        (1234567, "1,234,567"),
+        (0.12345678, "0.1235"),
+        (54321.4, "54,321"),
+        (1498.4, "1,498"),
+        (3.0, "3"),
+        (1e-9, "1e-09"),
+    ],
 )
 def test_numbers_for_people(value, text):
     assert svg.number(value) == text

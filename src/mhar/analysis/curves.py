@@ -1,4 +1,4 @@
-"""Curves over training steps, grouped over seeds."""
+"""Curves over training steps, grouped over seeds; and what a report calls the numbers of a run."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,12 @@ from mhar.analysis.svg import Series
 HELDOUT_KEYS = ("heldout_loss", "validation_loss", "val_loss", "eval_loss")
 TRAIN_KEYS = ("loss", "train_loss")
 GATES = "gate"
+COSTS = {  # of a run's summary
+    "tokens_per_s": "throughput, tokens per second",
+    "peak_memory_gib": "peak memory, GiB",
+    "peak_memory_mib": "peak memory, MiB",
+    "mfu": "model FLOPs utilisation",
+}
 MAX_POINTS = 200
 
 

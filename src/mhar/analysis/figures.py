@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mhar.analysis import depthmap
-from mhar.analysis.curves import HELDOUT_KEYS, TRAIN_KEYS, gate_series, grouped_series
+from mhar.analysis.curves import COSTS, HELDOUT_KEYS, TRAIN_KEYS, gate_series, grouped_series
 from mhar.analysis.runfolder import RunFolder, discover
 from mhar.analysis.svg import SERIES_COLOURS, Series
 from mhar.errors import InputError
@@ -25,7 +25,6 @@ STYLE: dict[str, Any] = {
     "pdf.fonttype": 42,
     "savefig.bbox": "tight",
 }
-COSTS = ("tokens_per_s", "peak_memory_gib", "peak_gib", "peak_memory_mib")
 MAX_GATES_NAMED = 8
 Figures = Iterable[tuple[str, Any]]
 
@@ -101,7 +100,7 @@ def cost_figures(runs: Sequence[RunFolder], pyplot: Any) -> Figures:
         bars = axes.barh([r.name for r in found], [r.summary[key] for r in found], color=colours)
         axes.bar_label(bars, fmt="{:,.4g}", padding=2)
         axes.invert_yaxis()
-        axes.set(xlabel=key.replace("_", " "))
+        axes.set(xlabel=COSTS[key])
         axes.margins(x=0.25)
     figure.tight_layout()
     yield "cost", figure
@@ -172,6 +171,7 @@ def disagreement_figures(runs: Sequence[RunFolder], pyplot: Any) -> Figures:
         for key, label in (("width_disagreement", "trained"), ("null_width_disagreement", "random, same norm")):
             axes.plot([site[key] for site in sites], linewidth=1.2, label=label)
         axes.set(xlabel="routing site", ylabel="KL (nats)", title=run.name)
+        axes.locator_params(axis="x", integer=True)
         axes.legend()
         yield f"disagreement-{_slug(run.name)}", figure
     points = [(run.probe["model"]["width"], run.probe["totals"]["learned_excess"], run.name) for run in probed]

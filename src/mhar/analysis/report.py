@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mhar import __version__
 from mhar.analysis import depthmap
-from mhar.analysis.curves import GATES, HELDOUT_KEYS, TRAIN_KEYS, gate_series, grouped_series
+from mhar.analysis.curves import COSTS, GATES, HELDOUT_KEYS, TRAIN_KEYS, gate_series, grouped_series
 from mhar.analysis.runfolder import RunFolder, discover
 from mhar.analysis.svg import SERIES_COLOURS, Series, bar_chart, line_chart
 from mhar.analysis.tables import (
@@ -31,13 +31,6 @@ from mhar.analysis.tables import (
     summary_table,
 )
 
-COSTS = {
-    "tokens_per_s": "throughput, tokens per second",
-    "peak_memory_gib": "peak memory, GiB",
-    "peak_gib": "peak memory, GiB",
-    "peak_memory_mib": "peak memory, MiB",
-    "mfu": "model FLOPs utilisation",
-}
 PROBE_CHARTS = (
     ({"width_disagreement": "trained", "null_width_disagreement": "random query"}, "width disagreement (nats)"),
     ({"head_disagreement": "trained", "null_head_disagreement": "random queries"}, "head disagreement (nats)"),

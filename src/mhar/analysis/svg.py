@@ -16,7 +16,7 @@ DIVERGING = ((178, 24, 43), (244, 165, 130), (247, 247, 247), (146, 197, 222), (
 NUM_LEVELS = 24
 MAX_MARKERS = 40
 WIDTH, HEIGHT = 420, 280
-LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 16, 10, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ def nice_ticks(start: float, stop: float, count: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A number for people: thousands grouped, at most four significant digits after them."""
+    """A number for people: thousands grouped, four significant digits below a thousand."""
     if isinstance(value, bool) or not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def colour(anchors: Sequence[tuple[int, int, int]], fraction: float) -> str:
@@ -148,14 +148,14 @@ def _curve(curve: Series, x: Scale, y: Scale, stroke: str) -> str:
 
 def bar_chart(names: Sequence[str], values: Sequence[float], *, label: str) -> str:
     """Horizontal bars from zero, each with its value written beside it."""
-    row, left, right = 26, 150, 70
+    row, left, right = 26, 172, 64
     height = row * len(names) + 8
     x = Scale(0.0, max([*values, 0.0]) or 1.0, left, WIDTH - right)
     parts: list[str] = []
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         fill = SERIES_COLOURS[i % len(SERIES_COLOURS)]
         top = 4 + i * row
-        parts.append(_text(left - 8, top + 16, name if len(name) <= 22 else name[:21] + "…", "end"))
+        parts.append(_text(left - 8, top + 16, name if len(name) <= 24 else name[:23] + "…", "end"))
         parts.append(f'<rect x="{left}" y="{top + 3}" width="{x(value) - left:g}" height="{row - 8}" fill="{fill}"/>')
         parts.append(_text(x(value) + 6, top + 16, number(value), "start"))
     return f'<p class="axis-title">{escape(label)}</p>' + _svg("".join(parts), label, WIDTH, height)
