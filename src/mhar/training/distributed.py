@@ -32,10 +32,13 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def scalar(self, value: Tensor | float) -> Tensor:
+        """The value as a tensor on the device, without waiting for the device as a copy would."""
+        return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=self.device)
+
     def sum(self, *values: Tensor | float) -> list[float]:
         """Sums of scalars over the ranks, in float64; waits for the device once."""
-        scalars = [torch.as_tensor(value, device=self.device).detach().double() for value in values]
-        tensor = torch.stack(scalars)
+        tensor = torch.stack([self.scalar(value).detach().double() for value in values])
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor.tolist()

@@ -157,7 +157,7 @@ class Run:
         first = self.step * config.batch_size
         targets = self.samples.num_targets(range(first, first + config.batch_size))
         # DDP and FSDP average gradients over the ranks, so each rank divides by its share of the targets.
-        items = torch.tensor(targets / world.size, device=world.device)
+        items = world.scalar(targets / world.size).float()
         total, total_z = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
         count = config.batch_size // config.micro_batch_size // world.size
         for micro in range(count):

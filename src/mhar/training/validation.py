@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
-from mhar.data.packing import PackedWindows
+from mhar.data.packing import IGNORED, PackedWindows
 from mhar.data.shards import PreparedSplit
 from mhar.training.config import RunConfig
 from mhar.training.distributed import World, autocast
@@ -61,8 +61,12 @@ class Validation:
 
     def _sum(self, model: Any, chosen: range) -> float:
         device = self.world.device
-        rows = default_collate([{k: torch.from_numpy(v) for k, v in self.windows[i].items()} for i in chosen])
-        batch: dict[str, Any] = {name: tensor.to(device) for name, tensor in rows.items()}
+        rows = [self.windows[index] for index in chosen]
+        # Filled up with windows that do not count: one shape, so that nothing is compiled twice.
+        filler = {**rows[0], "labels": np.full_like(rows[0]["labels"], IGNORED)}
+        rows += [filler] * (min(self.config.eval.batch_size, self.count) - len(rows))
+        columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        batch: dict[str, Any] = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         with autocast(self.config.parallel, self.world):
             outputs: Any = model(**batch, use_cache=False, num_items_in_batch=torch.ones((), device=device))
         return float(cross_entropy(outputs, getattr(model, "module", model).config))
