@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mhar.ops.schedule import MAX_BLOCK
+
 MAX_SHARED_HEAD = 1024  # channels of a head: a block's partial mixes of one head stay in registers
 
 
@@ -28,14 +30,14 @@ class Tuning:
     """
 
     block: int = 16
-    inner: int = 8
+    inner: int = 16
     site_tile: int = 32
     forward_rows: int = 1
     forward_warps: int = 2
     forward_unroll: int = 4
     backward_rows: int = 1
     backward_warps: int = 2
-    backward_unroll: int = 4
+    backward_unroll: int = 2
     programs: int = 1056
     mix_tile: int = 32
     mix_warps: int = 1
@@ -66,23 +68,22 @@ def tile(channels: int, preferred: int, smallest: int) -> int:
 
 
 def default_tuning(width: int, num_heads: int, num_sites: int) -> Tuning:
-    """A setting that works for every shape: resources grow with the width, blocks with the depth."""
+    """A setting that works for every shape: resources grow with the width, blocks share the depth evenly."""
     head = width // num_heads
-    per_lane = next_power_of_2(num_heads) * tile(head, 32, 16) * -(-head // tile(head, 32, 16)) // 32
-    warps = min(max(next_power_of_2(per_lane) // 16, 1), 16)
-    pass_warps = 1 if head <= 128 else 2 if head <= 256 else 4 if head <= 512 else 8
-    block, inner = (0, 0) if head > MAX_SHARED_HEAD or num_sites <= 8 else (16, 8) if num_sites > 32 else (8, 8)
-    small = head if head < 16 else 16
+    warps = min(max(next_power_of_2(width // 512 + 1) // 2, 1), 16)
+    pass_warps = 1 if head <= 64 else 2 if head <= 256 else 4 if head <= 512 else 8
+    block = 0 if head > MAX_SHARED_HEAD or num_sites <= MAX_BLOCK else -(-num_sites // -(-num_sites // 15))
     return Tuning(
         block=block,
-        inner=inner,
-        site_tile=tile(head, max(32, 256 // next_power_of_2(num_heads)), next_power_of_2(small)),
+        inner=block,
+        site_tile=tile(head, max(32, 256 // next_power_of_2(num_heads)), next_power_of_2(min(head, 16))),
         forward_warps=warps,
         backward_warps=warps,
-        mix_tile=tile(head, 32, 16),
-        pull_tile=tile(head, 32, 16),
+        mix_tile=tile(head, 128 if head <= 256 else 64, 16),
         mix_warps=pass_warps,
-        pull_warps=max(pass_warps, 2) if head > 128 else pass_warps,
+        pull_tile=tile(head, 32 if head <= 256 else 128, 16),
+        pull_warps=pass_warps,
+        pull_stages=2 if head <= 256 else 1,
         query_tile=tile(min(head, 256), 32, 16),
     )
 
