@@ -112,7 +112,7 @@ def test_z_loss_is_reported_apart_and_excluded(data: Path, tmp_path: Path) -> No
     assert losses(with_z)[1:] != losses(plain)[1:]
 
 
-def test_activation_checkpointing_compile_and_determinism_change_nothing(data: Path, tmp_path: Path) -> None:
+def test_what_only_costs_time_or_memory_changes_no_number(data: Path, tmp_path: Path) -> None:
     plain = tiny_config(data, tmp_path / "plain", steps=4)
     train(plain)
     for name, sections in {

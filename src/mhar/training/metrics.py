@@ -30,7 +30,7 @@ class Metrics:
 
     def __init__(self, config: RunConfig, step: int, *, is_main: bool) -> None:
         self.path, self.is_main = config.out / METRICS, is_main
-        self.history = [line for line in read_metrics(self.path) if line["step"] <= step]
+        self.history = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
         self._trackers: list[Any] = []
         self._board: Any = None
         if not is_main:

@@ -98,7 +98,7 @@ class Run:
         """All steps that are left, then the final evaluation, checkpoint, export and summary."""
         config, stopped = self.config, "finished"
         self.model.train()
-        if self.step == 0 and self.validation and not self.metrics.of_kind("eval"):
+        if self.step == 0 and self.validation:
             self.evaluate()
         batches = self._batches()
         with stop_signals() as signalled:
