@@ -8,6 +8,7 @@ pytest.importorskip("matplotlib")
 
 from helpers.runs import write_experiment, write_run
 from mhar.analysis.figures import write_figures
+from mhar.analysis.report import write_report
 from mhar.errors import InputError
 
 
@@ -35,6 +36,14 @@ def test_disagreement_by_site_and_against_width(tmp_path):
     assert "gates-small.svg" in names
     text = (tmp_path / "out" / "disagreement-against-width.svg").read_text()
     assert "learned excess (nats)" in text  # text is kept as text
+
+
+def test_the_report_draws_disagreement_against_width_as_well(tmp_path):
+    for name, width, excess in (("large", 256, 0.4), ("small", 128, 0.2)):
+        probed_run(tmp_path / "probes" / name, width, excess)
+    page = write_report(tmp_path / "report.html", [tmp_path / "probes"]).read_text()
+    assert "Width disagreement against width" in page
+    assert page.index("learned excess: 0.2 at 128") < page.index("learned excess: 0.4 at 256")
 
 
 def test_one_width_makes_no_curve_against_width(tmp_path):

@@ -280,6 +280,14 @@ def test_the_command_refuses_bad_options(arguments, message, data, tmp_path, cap
     assert message in capsys.readouterr().err
 
 
+def test_a_truncated_checkpoint(data, tmp_path, capsys):
+    model = save_checkpoint(tiny_llama(), tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert main(["evaluate", str(model), "--data", str(data), "--tasks", "piqa"]) == 2
+    assert "cannot be loaded as a causal language model" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_is_not_there(data, tmp_path, capsys):
     assert main(["evaluate", str(tmp_path / "nowhere"), "--data", str(data), "--tasks", "piqa"]) == 2
     assert "cannot be loaded as a causal language model" in capsys.readouterr().err

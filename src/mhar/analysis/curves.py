@@ -61,6 +61,15 @@ def grouped_series(runs: Sequence[RunFolder], keys: Sequence[str]) -> list[Serie
     return series
 
 
+def excess_by_width(runs: Sequence[RunFolder]) -> list[tuple[float, float, str]]:
+    """(width, learned excess, name) of every probed single-head model, by width."""
+    return sorted(
+        (float(run.probe["model"]["width"]), float(run.probe["totals"]["learned_excess"]), run.name)
+        for run in runs
+        if "learned_excess" in run.probe.get("totals", {}) and "width" in run.probe.get("model", {})
+    )
+
+
 def gate_series(run: RunFolder) -> list[Series]:
     """A run's gates over training, one curve per site, from the metric lines whose "gates" map names to values."""
     points: dict[str, dict[float, float]] = {}

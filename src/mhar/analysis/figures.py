@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mhar.analysis import depthmap
-from mhar.analysis.curves import COSTS, HELDOUT_KEYS, TRAIN_KEYS, gate_series, grouped_series
+from mhar.analysis.curves import COSTS, HELDOUT_KEYS, TRAIN_KEYS, excess_by_width, gate_series, grouped_series
 from mhar.analysis.runfolder import RunFolder, discover
 from mhar.analysis.svg import SERIES_COLOURS, Series
 from mhar.errors import InputError
@@ -174,10 +174,10 @@ def disagreement_figures(runs: Sequence[RunFolder], pyplot: Any) -> Figures:
         axes.locator_params(axis="x", integer=True)
         axes.legend()
         yield f"disagreement-{_slug(run.name)}", figure
-    points = [(run.probe["model"]["width"], run.probe["totals"]["learned_excess"], run.name) for run in probed]
+    points = excess_by_width(runs)
     if len({width for width, _, _ in points}) > 1:
         figure, axes = pyplot.subplots(figsize=(COLUMN_WIDTH, 2.2))
-        for width, excess, name in sorted(points):
+        for width, excess, name in points:
             axes.plot([width], [excess], "o", label=name)
         axes.set(xlabel="width", ylabel="learned excess (nats)")
         axes.legend()

@@ -19,7 +19,15 @@ from pathlib import Path
 
 from mhar import __version__
 from mhar.analysis import depthmap
-from mhar.analysis.curves import COSTS, GATES, HELDOUT_KEYS, TRAIN_KEYS, gate_series, grouped_series
+from mhar.analysis.curves import (
+    COSTS,
+    GATES,
+    HELDOUT_KEYS,
+    TRAIN_KEYS,
+    excess_by_width,
+    gate_series,
+    grouped_series,
+)
 from mhar.analysis.runfolder import RunFolder, discover
 from mhar.analysis.svg import SERIES_COLOURS, Series, bar_chart, line_chart
 from mhar.analysis.tables import (
@@ -143,7 +151,13 @@ def _head_maps(runs: Sequence[RunFolder]) -> Section:
 
 
 def _probes(runs: Sequence[RunFolder]) -> Section:
-    return "Probe", "".join(probe_tables(run) + _grid(_probe_charts(run)) for run in runs if run.probe)
+    by_run = "".join(probe_tables(run) + _grid(_probe_charts(run)) for run in runs if run.probe)
+    excess = excess_by_width(runs)
+    if len({width for width, _, _ in excess}) < 2:
+        return "Probe", by_run
+    widths, values, _ = zip(*excess, strict=True)
+    chart = line_chart([Series("learned excess", widths, values)], x_label="width", y_label="learned excess (nats)")
+    return "Probe", _grid([f"<h3>Width disagreement against width</h3>{chart}"]) + by_run
 
 
 def _probe_charts(run: RunFolder) -> list[str]:

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from mhar.errors import CheckpointError, DependencyError, InputError
 from mhar.evaluation.records import model_revision
@@ -45,7 +46,7 @@ def load_model(
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
         model = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=DTYPES[dtype])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{name!r} cannot be loaded as a causal language model: {error}") from error
     model.eval()
     torch.nn.Module.to(model, place)
