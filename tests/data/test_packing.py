@@ -1,8 +1,11 @@
 """Packing and order: every token exactly once an epoch, whatever the ranks, workers and batch sizes."""
 
+import os
 import pickle
+import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +130,19 @@ def test_loader_workers_change_nothing(tmp_path: Path) -> None:
         assert all(torch.equal(one[name], two[name]) for name in one)
     again = list(training_loader(samples, StepBatches(5, 6, 4, 2)))
     assert all(torch.equal(again[i][name], plain[4 + i][name]) for i in (0, 1) for name in again[i])
+
+
+def test_an_interrupt_does_not_take_the_workers(tmp_path: Path) -> None:
+    samples = TrainingSamples([PackedWindows(PreparedSplit(prepared_text(tmp_path / "data")), 16)])
+    batches = StepBatches(0, 40, 2, 1)
+    expected = [batch["input_ids"] for batch in training_loader(samples, batches)]
+    iterator: Any = iter(training_loader(samples, batches, workers=2))
+    found = [next(iterator)["input_ids"]]
+    for worker in iterator._workers:
+        os.kill(worker.pid, signal.SIGINT)
+    found += [batch["input_ids"] for batch in iterator]
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected)
 
 
 def test_pickling_a_split_carries_no_data(tmp_path: Path) -> None:

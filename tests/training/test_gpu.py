@@ -54,8 +54,6 @@ def test_a_resumed_run_repeats_the_numbers(data: Path, tmp_path: Path) -> None:
     whole, resumed = (run(data, tmp_path / name, deterministic=True) for name in ("whole", "resumed"))
     train(whole)
     train(resumed)
-    for step in (9, 10):
-        shutil.rmtree(resumed.out / f"checkpoints/step-{step}")
-    shutil.copytree(whole.out / "checkpoints/step-9", resumed.out / "checkpoints/step-9")
+    shutil.rmtree(resumed.out / "checkpoints/step-10")
     train(resumed)
     assert numbers(resumed.out) == numbers(whole.out)

@@ -1,5 +1,6 @@
 """Batches for a training loop: each rank's part of each step, in an order that only (seed, step) decide."""
 
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,10 +73,15 @@ def check_batch(batch_size: int, micro_batch_size: int, ranks: int) -> None:
         )
 
 
+def leave_interrupts_to_parent(worker: int = 0) -> None:
+    """Called in a worker process: Ctrl-C reaches the whole group, and the parent still wants this worker's work."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def training_loader(
     samples: TrainingSamples, batches: StepBatches, *, workers: int = 0, pin_memory: bool = False
 ) -> "DataLoader[dict[str, Tensor]]":
     """A plain DataLoader; `workers` processes only fetch ahead, they change nothing."""
-    options: dict[str, Any] = {"prefetch_factor": 4} if workers else {}
+    options: dict[str, Any] = {"prefetch_factor": 4, "worker_init_fn": leave_interrupts_to_parent} if workers else {}
     options["generator"] = torch.Generator()  # else the loader's start would draw from the run's own generator
     return DataLoader(samples, batch_sampler=batches, num_workers=workers, pin_memory=pin_memory, **options)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -211,7 +212,9 @@ def _batches(stream: Iterator[Document]) -> Iterator[list[Document]]:
 
 @contextlib.contextmanager
 def _pool(workers: int) -> Generator[Callable[..., Future[Any]]]:
-    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    # Ctrl-C reaches the whole group; only this process acts on it
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=signal.signal, initargs=ignore)
     try:
         yield pool.submit
     finally:

@@ -230,7 +230,9 @@ class Run:
             columns["gates"] = whole(router.gate)
             if router.gate.grad is not None:
                 columns["gate_grad_norms"] = whole(router.gate.grad).abs()
-        return {key: {names[row]: float(value) for row, value in enumerate(column)} for key, column in columns.items()}
+        return {
+            key: {names[row]: value for row, value in enumerate(column.tolist())} for key, column in columns.items()
+        }
 
     def evaluate(self) -> None:
         """Held-out loss of the weights, and of their average."""
