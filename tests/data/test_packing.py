@@ -137,7 +137,7 @@ def test_an_interrupt_does_not_take_the_workers(tmp_path: Path) -> None:
     batches = StepBatches(0, 40, 2, 1)
     expected = [batch["input_ids"] for batch in training_loader(samples, batches)]
     iterator: Any = iter(training_loader(samples, batches, workers=2))
-    found = [next(iterator)["input_ids"]]
+    found = [next(iterator)["input_ids"] for _ in range(2)]  # one of each worker: both have started
     for worker in iterator._workers:
         os.kill(worker.pid, signal.SIGINT)
     found += [batch["input_ids"] for batch in iterator]
