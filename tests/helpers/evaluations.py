@@ -1,7 +1,7 @@
 """Evaluations made by hand, for tests of records and comparisons."""
 
-from mhar.evaluation.harness import summarise
 from mhar.evaluation.records import Evaluation, Record, hash_text
+from mhar.evaluation.scoring import summarise
 from mhar.evaluation.suites import TASKS, TaskSpec
 
 

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from mhar.data.shards import PreparedSplit
 from mhar.errors import InputError
-from mhar.evaluation.harness import weighted_mean
 from mhar.evaluation.records import Record, Result, hash_text
+from mhar.evaluation.scoring import weighted_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
