@@ -92,6 +92,11 @@ class FusedPass:
         """The first `count` source rows [..., D], as views."""
         return [self.passes.rows[n].view(self.shape) for n in range(count)]
 
+    def partials(self) -> dict[int, Tensor]:
+        """The partial sums [..., D] that sites of block forms read, as far as they are kept."""
+        found = self.passes.locals if isinstance(self.passes, BlockPass) else {}
+        return {site: partial.view(self.shape) for site, partial in found.items()}
+
     def begin_backward(self, s: int) -> None:
         """Raises RuntimeError unless site s is the next of the one backward pass."""
         if self.next_backward is not None and s != self.next_backward:

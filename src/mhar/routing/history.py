@@ -190,6 +190,8 @@ class DepthHistory:
     def _partial_of(self, plan: SitePlan) -> Tensor:
         if plan.index == self._index and self._partial is not None:
             return self._partial
+        if self._fused is not None:
+            self._partials |= self._fused.partials()
         if plan.index not in self._partials:
             raise OrderError(
                 f"the partial sum of site {plan.name} is not kept without gradients:"
