@@ -152,10 +152,12 @@ class MharModel(MharPreTrainedModel):
         cache = either_cache(cache, past_key_values)
         hidden = self._embed(input_ids, inputs_embeds)
         cache = self._cache(cache, use_cache)
+        # Before default positions exist: in them the mask builder would look for packed sequences, which waits for the
+        # device, and under torch.compile makes it write a whole mask that keeps attention off its fastest kernel.
+        masks = self._masks(attention_mask, hidden, cache, position_ids)
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + seen).unsqueeze(0)
-        masks = self._masks(attention_mask, hidden, cache, position_ids)
         rotations = self._rotations(hidden, position_ids)
         collect = Collected(self.config, output_hidden_states, output_attentions, output_router_logits)
 
@@ -217,7 +219,9 @@ class MharModel(MharPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         return DynamicCache(config=self.config) if use_cache and cache is None else cache
 
-    def _masks(self, attention_mask: Any, hidden: Tensor, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:
+    def _masks(
+        self, attention_mask: Any, hidden: Tensor, cache: Cache | None, position_ids: Tensor | None
+    ) -> dict[str, Any]:
         """Attention mask of each layer type that the model has."""
         if isinstance(attention_mask, dict):
             return attention_mask
