@@ -125,9 +125,9 @@ class ParallelSection:
     """How the processes of torchrun share the work.
 
     mode: "auto" is "none" for one process and "fsdp" for more; "hsdp" shards over `shard` ranks and replicates over
-    the rest. reshard: free gathered weights after each sublayer's forward. compile: "sublayer" or "model".
-    compile_mode: as torch.compile ("reduce-overhead" uses CUDA graphs). dtype: of compute; weights, moments and
-    averages are float32.
+    the rest. reshard: free gathered weights after each sublayer's forward. compile: "sublayer" (what lies between two
+    reads, and the loss) or "model". compile_mode: as torch.compile ("reduce-overhead" uses CUDA graphs). dtype: of
+    compute; weights, moments and averages are float32.
     """
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"

@@ -100,8 +100,7 @@ def spread(model: nn.Module, config: ParallelSection, world: World) -> nn.Module
         _round_embedding(model, compute_dtype(config))
     units = [module for module in model.modules() if type(module).__name__ in unit_names(model)]
     if config.compile == "sublayer":
-        for unit in units:
-            unit.compile(mode=config.compile_mode)
+        _compile_parts(model, units, config.compile_mode)
     if world.mode in ("fsdp", "hsdp"):
         _shard(model, units, config, world)
     if config.compile == "model":
@@ -110,6 +109,16 @@ def spread(model: nn.Module, config: ParallelSection, world: World) -> nn.Module
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     check_spread(model, world, config.shard)
     return model
+
+
+def _compile_parts(model: Any, units: list[nn.Module], mode: str) -> None:
+    """Compile what lies between two reads: sublayers, norms (where no read applies them itself) and the loss."""
+    inside = {id(module) for unit in units for module in unit.modules()}
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and id(m) not in inside]
+    for module in (*units, *norms):
+        module.compile(mode=mode)
+    loss = "_loss" if hasattr(model, "_loss") else "loss_function"
+    setattr(model, loss, torch.compile(getattr(model, loss), mode=mode))
 
 
 def _round_embedding(model: Any, dtype: torch.dtype) -> None:
