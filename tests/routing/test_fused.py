@@ -307,8 +307,11 @@ def test_modifying_a_read_in_place_is_refused() -> None:
     net = Net("triton")
     history = net.router.start(net.embed(tokens()))
     hidden = history.read()
-    with pytest.raises(RuntimeError, match=r"in-?place"):
-        hidden.mul_(2.0)
+    hidden.mul_(2.0)
+    history.append(net.layers[0](hidden))
+    loss = history.read().sum()
+    with pytest.raises(RuntimeError, match=r"read\(\) at site layers.0.attn was modified in place"):
+        loss.backward()
 
 
 def test_modifying_a_source_before_the_next_read_is_refused() -> None:

@@ -17,6 +17,10 @@ class KernelCache:
             kernel = self._kernels.setdefault(key, build())
         return kernel
 
+    def scope(self, key: Any) -> "KernelCache":
+        """The cache of one setting (dtype, tuning), so that a launch looks up short keys."""
+        return self.get(key, KernelCache)
+
     def __deepcopy__(self, memo: dict[int, object]) -> "KernelCache":
         return KernelCache()
 

@@ -5,7 +5,6 @@ parameters leave at the first site's function, when they are complete. A zero-si
 the backward calls come in reverse order even where a sublayer is frozen or detached.
 """
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from mhar.ops.schedule import sublayer_schedule
 from mhar.ops.triton.block import BlockPass
 from mhar.ops.triton.parameters import SiteParameters
-from mhar.ops.triton.passes import SAVED_TENSORS, RoutedPass, Saved
+from mhar.ops.triton.passes import RoutedPass, Saved
 from mhar.ops.triton.sublayer import SublayerPass
 from mhar.ops.triton.tuning import Tuning, tuning_for
 
@@ -35,6 +34,8 @@ class FusedPass:
         self.router = router
         self.shape = embedding.shape
         self.next_backward: int | None = None
+        self.no_gradient = torch.empty(0, device=embedding.device)  # of every token
+        self.device_index = embedding.device.index
         parameters = [getattr(router, name) for name in PARAMETERS]
         self.trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
         self.passes = self._buffers(embedding, row_dtype)
@@ -52,17 +53,16 @@ class FusedPass:
         )  # fmt: skip
         tuning = router.tuning or self._tuning(embedding, row_dtype)
         add = router.config.read == "add"
-        tokens = embedding.numel() // router.width
         if router.config.sources == "block":
             num_rows = tuple(site.num_rows for site in router.plan)
             stream_dtype = embedding.dtype if add else row_dtype
             return BlockPass(
-                num_rows, 2 * router.config.block_size, add, parameters, tokens, row_dtype, stream_dtype,
+                num_rows, 2 * router.config.block_size, add, parameters, embedding.shape, row_dtype, stream_dtype,
                 tuning, router.kernels,
             )  # fmt: skip
         schedule = sublayer_schedule(first, first + parameters.count, router.schedule, (tuning.block, tuning.inner))
         stream_dtype = embedding.dtype if add else None
-        return SublayerPass(schedule, parameters, tokens, row_dtype, stream_dtype, tuning, router.kernels)
+        return SublayerPass(schedule, parameters, embedding.shape, row_dtype, stream_dtype, tuning, router.kernels)
 
     def _tuning(self, embedding: Tensor, row_dtype: torch.dtype) -> Tuning:
         capability = torch.cuda.get_device_capability(embedding.device) if embedding.is_cuda else (0, 0)
@@ -123,15 +123,14 @@ class SiteRead(torch.autograd.Function):
         norm_weight: Tensor | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.fused, ctx.site, ctx.norm_offset = fused, s, norm[1]
         ctx.set_materialize_grads(False)
-        flat = x.reshape(fused.passes.tokens, fused.router.width)
-        flat = flat if flat.is_contiguous() else flat.contiguous()
-        with on_device(x):
-            hidden, saved = fused.passes.forward(s, flat, None if norm_weight is None else (norm_weight, *norm), save)
-        ctx.save_for_backward(*(getattr(saved, name) for name in SAVED_TENSORS))
-        ctx.saved_for_site = dataclasses.replace(saved, **dict.fromkeys(SAVED_TENSORS))
-        return hidden.view(fused.shape), token.new_empty(0)
+        x = x if x.is_contiguous() else x.contiguous()
+        with on_device(fused.device_index):
+            hidden, saved = fused.passes.forward(s, x, None if norm_weight is None else (norm_weight, *norm), save)
+        if save:
+            ctx.fused, ctx.site, ctx.saved = fused, s, saved
+            ctx.save_for_backward(*saved.take())
+        return hidden, token.new_empty(0)
 
     @staticmethod
     @once_differentiable
@@ -144,15 +143,15 @@ class SiteRead(torch.autograd.Function):
         passes = fused.passes
         if d_hidden is None:
             dtype = passes.dtype if passes.stream_dtype is None else passes.stream_dtype
-            d_hidden = torch.zeros(fused.shape, dtype=dtype, device=passes.r.device)
-        with on_device(d_hidden):
-            d = d_hidden.reshape(passes.tokens, fused.router.width).contiguous()
+            d_hidden = torch.zeros(fused.shape, dtype=dtype, device=passes.device)
+        with on_device(fused.device_index):
+            d = d_hidden if d_hidden.is_contiguous() else d_hidden.contiguous()
             dx, d_norm = passes.backward(s, d, saved)
             gradients = passes.parameter_gradients() if s == 0 and fused.trained else {}
         weight = saved.norm_weight
         given = [getattr(fused.router, name) if name in gradients else None for name in PARAMETERS]
         return (
-            None, None, None, dx.view(fused.shape), torch.empty(0, device=dx.device), None,
+            None, None, None, dx, fused.no_gradient, None,
             None if d_norm is None or weight is None else d_norm.to(weight.dtype),
             *(None if p is None else gradients[n].to(p.dtype) for n, p in zip(PARAMETERS, given, strict=True)),
         )  # fmt: skip
@@ -160,14 +159,14 @@ class SiteRead(torch.autograd.Function):
 
 def _restore(ctx: Any, fused: FusedPass) -> Saved:
     try:
-        tensors = ctx.saved_tensors
+        ctx.saved.put(ctx.saved_tensors)
     except RuntimeError as error:
         name = fused.router.plan[ctx.site].name
         raise RuntimeError(
             f"the result of read() at site {name} was modified in place, or its graph was already used by a backward"
             f" pass (one backward per forward pass, no retain_graph): {error}"
         ) from error
-    return dataclasses.replace(ctx.saved_for_site, **dict(zip(SAVED_TENSORS, tensors, strict=True)))
+    return ctx.saved
 
 
 def start_fused(router: "DepthRouter", embedding: Tensor, row_dtype: torch.dtype) -> FusedPass | None:
@@ -179,9 +178,11 @@ def start_fused(router: "DepthRouter", embedding: Tensor, row_dtype: torch.dtype
     return FusedPass(router, embedding, row_dtype)
 
 
-def on_device(tensor: Tensor) -> Any:
-    """Makes the tensor's GPU the current one for the launches inside; costs nothing where it already is."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+def on_device(index: int | None) -> Any:
+    """Makes a GPU the current one for the launches inside; costs next to nothing where it already is."""
+    if index is None or torch.cuda.current_device() == index:
+        return nullcontext()
+    return torch.cuda.device(index)
 
 
 def fusible_norm(norm: Norm, width: int) -> tuple[Tensor, float, float] | None:

@@ -30,13 +30,13 @@ class BlockPass(RoutedPass):
         per_block: int,
         add: bool,
         parameters: SiteParameters,
-        tokens: int,
+        shape: torch.Size,
         dtype: torch.dtype,
         stream_dtype: torch.dtype,
         tuning: Tuning,
         kernels: KernelCache,
     ) -> None:
-        super().__init__(parameters, max(num_rows), tokens, dtype, stream_dtype, tuning, kernels)
+        super().__init__(parameters, max(num_rows), shape, dtype, stream_dtype, tuning, kernels)
         self.per_block, self.add = per_block, add
         # Site 0 of replace reads has one source: the embedding, which is its stream.
         shared = num_rows if add else (0, *num_rows[1:])
@@ -44,8 +44,8 @@ class BlockPass(RoutedPass):
         self.group_of = {s: group for group in self.groups for s in range(*group)}
         self.rows_of = shared
         self.slots = max((end - begin for begin, end in self.groups), default=1)
-        self.stream = self.empty(tokens, parameters.width, dtype=stream_dtype)
-        self.base = self.empty(tokens, parameters.width, dtype=stream_dtype) if add else self.stream
+        self.stream = self.like_source(stream_dtype)
+        self.base = self.like_source(stream_dtype) if add else self.stream
         self.locals: dict[int, Tensor] = {}
         if self.groups:
             self.partial_buffers(self.slots)
@@ -98,10 +98,10 @@ class BlockPass(RoutedPass):
         if read:
             dtype = self.stream.dtype if self.add else self.dtype
             if save or norm is None:
-                hidden = result = self.empty(self.tokens, p.width, dtype=dtype)
+                hidden = result = self.like_source(dtype)
             if norm is not None:
                 weight, norm_eps, offset = norm
-                result = self.empty(self.tokens, p.width, dtype=dtype)
+                result = self.like_source(dtype)
             if save:
                 self._keep(saved, hidden, norm, local)
                 residual = saved.residual if saved.residual is not None else p.a
@@ -111,7 +111,7 @@ class BlockPass(RoutedPass):
         fresh = s == 0 or (not self.add and s % self.per_block == 1 % self.per_block)
         key = ("block_forward", update, fresh, row is not None, s > 0, read, routed, s in self.group_of, local,
                norm is not None, offset, save)  # fmt: skip
-        kernel = self.kernels.get((key, self.dtype, t, self.add), lambda: self._forward_kernel(key))
+        kernel = self.kernels.get(key, lambda: self._forward_kernel(key))
         begin = self.group_of[s][0] if s in self.group_of else s
         kernel(
             (-(-self.tokens // t.forward_rows), 1, 1), (variant_of(x, weight), self.stream.dtype),
@@ -146,14 +146,14 @@ class BlockPass(RoutedPass):
     def _mix(self, group: tuple[int, int], rows: int) -> None:
         t, p = self.tuning, self.parameters
         kernel = self.kernels.get(
-            ("partial_mix", False, self.dtype, t),
+            ("partial_mix", False),
             lambda: Kernel(
                 partial_mix_kernel, t.mix_warps, **self.pass_shape(t.mix_tile),
                 MERGE=False, STAGES=t.mix_stages,
             ),
         )  # fmt: skip
         kernel(
-            (self.tokens * p.num_heads, 1, 1), self.r.device.index,
+            (self.tokens * p.num_heads, 1, 1), self.device.index,
             self.rows, self.r, p.a_high, p.a_low, self.partial, self.partial_lse,
             group[0], group[1] - group[0], 0, 0, rows, self.tokens, self.num_rows, self.slots,
         )  # fmt: skip
@@ -188,7 +188,7 @@ class BlockPass(RoutedPass):
         return self.carried[0], d_norm
 
     def _launch_backward(self, n: int, d: Tensor, saved: Saved, read: bool, finish: bool) -> Tensor | None:
-        t, p = self.tuning, self.parameters
+        p = self.parameters
         a = p.a
         routed, local = self._routed(n), self._has_local(n)
         norm = saved.norm_weight is not None and read
@@ -198,7 +198,7 @@ class BlockPass(RoutedPass):
         birth = finish and row is not None and row < self.touched
         follows = birth and self.add and row is not None and row + 1 < self.touched
         prev, prev_residual = self.carried
-        dx = self.empty(self.tokens, p.width, dtype=saved.x_dtype) if finish else a
+        dx = self.like_source(saved.x_dtype) if finish else a
         dx_mode = {torch.bfloat16: 1, torch.float16: 2}.get(saved.x_dtype, 0) if finish else 0
         dx_residual = torch.empty_like(dx, dtype=torch.int8 if dx_mode == 1 else None) if dx_mode else None
         programs = self.programs(norm or has_null or (local and read))
@@ -208,7 +208,7 @@ class BlockPass(RoutedPass):
         prev_mode = 0 if prev_residual is None else 1 if prev_residual.dtype == torch.int8 else 2
         key = ("block_backward", read, finish, routed, local, carry, birth, follows, norm, saved.norm_offset,
                prev_mode, dx_mode)  # fmt: skip
-        kernel = self.kernels.get((key, self.dtype, t, self.add), lambda: self._backward_kernel(key))
+        kernel = self.kernels.get(key, lambda: self._backward_kernel(key))
         weight = saved.norm_weight if saved.norm_weight is not None else a
         begin = self.group_of[n][0] if n in self.group_of else n
         kernel(
@@ -241,14 +241,14 @@ class BlockPass(RoutedPass):
         t, p = self.tuning, self.parameters
         merge, one_tile = self.touched > 0, rows <= TILE
         kernel = self.kernels.get(
-            ("scatter", merge, one_tile, self.dtype, t, self.add),
+            ("scatter", merge, one_tile),
             lambda: Kernel(
                 scatter_kernel, t.pull_warps, **self.pass_shape(t.pull_tile), HAS_GATE=p.has_gate, MERGE=merge,
                 INLINE_C=self.add, ONE_TILE=one_tile, A_LOW=t.low_query, STAGES=t.pull_stages,
             ),
         )  # fmt: skip
         kernel(
-            (self.tokens * p.num_heads, 1, 1), self.r.device.index,
+            (self.tokens * p.num_heads, 1, 1), self.device.index,
             self.rows, self.r, self.d_rows, p.a_high, p.a_low, self.lse, self.c, p.gate, self.gathered,
             self.gathered_t, self.d_logits, rows, group[0], min(group[1], self.last) - group[0],
             self.tokens, self.num_rows, self.padded_sites,

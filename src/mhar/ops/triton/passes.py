@@ -30,17 +30,24 @@ class Saved:
     norm_offset: float = 0.0
     x_dtype: torch.dtype = torch.float32
 
+    def take(self) -> tuple[Tensor | None, ...]:
+        """The tensors, for autograd to keep; they are no longer kept here."""
+        taken = (self.out, self.residual, self.hidden, self.local, self.local_r, self.norm_weight, self.norm_r)
+        self.put((None,) * len(taken))
+        return taken
 
-SAVED_TENSORS = ("out", "residual", "hidden", "local", "local_r", "norm_weight", "norm_r")
+    def put(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """The inverse of `take`."""
+        self.out, self.residual, self.hidden, self.local, self.local_r, self.norm_weight, self.norm_r = tensors
 
 
 class RoutedPass(ABC):
-    """Buffers of one forward pass over `tokens` positions, and of its backward pass once that begins.
+    """Buffers of one forward pass over all positions, and of its backward pass once that begins.
 
     Args:
         parameters: the routing parameters, prepared for the kernels.
         num_rows: source rows of a position.
-        tokens: positions (batch and tokens flattened).
+        shape: of a source, [..., D].
         dtype: of the source rows; stream_dtype: of the residual stream of add reads, None for replace reads.
     """
 
@@ -48,14 +55,17 @@ class RoutedPass(ABC):
         self,
         parameters: SiteParameters,
         num_rows: int,
-        tokens: int,
+        shape: torch.Size,
         dtype: torch.dtype,
         stream_dtype: torch.dtype | None,
         tuning: Tuning,
         kernels: KernelCache,
     ) -> None:
-        self.parameters, self.tuning, self.kernels = parameters, tuning, kernels
-        self.num_rows, self.tokens, self.dtype, self.stream_dtype = num_rows, tokens, dtype, stream_dtype
+        self.parameters, self.tuning, self.kernels = parameters, tuning, kernels.scope((dtype, tuning))
+        self.num_rows, self.dtype, self.stream_dtype = num_rows, dtype, stream_dtype
+        self.shape, self.tokens = shape, shape.numel() // parameters.width
+        self.device = parameters.a.device
+        tokens = self.tokens
         self.exact, self.precision, self.residual = storage_modes(dtype)
         p = parameters
         self.padded_sites = -(-p.num_sites // 16) * 16
@@ -67,11 +77,11 @@ class RoutedPass(ABC):
 
     @abstractmethod
     def forward(self, s: int, x: Tensor, norm: Norm | None, save: bool) -> tuple[Tensor, Saved]:
-        """Site s reads, its newest source being x [tokens, D]: the hidden state (after `norm`), and what to keep."""
+        """Site s reads, its newest source being x [..., D]: the hidden state (after `norm`), and what to keep."""
 
     @abstractmethod
     def backward(self, n: int, d: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None]:
-        """Site n's gradient d [tokens, D] in; gradients of its newest source and of the norm weight out."""
+        """Site n's gradient d [..., D] in; gradients of its newest source and of the norm weight out."""
 
     @abstractmethod
     def parameter_gradients(self) -> dict[str, Tensor]:
@@ -79,7 +89,11 @@ class RoutedPass(ABC):
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised buffer on the pass's device."""
-        return torch.empty(shape, dtype=dtype, device=self.parameters.a.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def like_source(self, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor [..., D]."""
+        return torch.empty(self.shape, dtype=dtype, device=self.device)
 
     def per_row(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer of `count` rows: [count, tokens, D]."""
@@ -133,14 +147,14 @@ class RoutedPass(ABC):
         tiles = max(1, min(-(-head // kc), 256 // kc))
         ts = min(t.query_sites, max(16, next_power_of_2(sites)))
         kernel = self.kernels.get(
-            ("query", ts, lower, self.dtype, t),
+            ("query", ts, lower),
             lambda: Kernel(
                 query_gradient_kernel, t.query_warps, H=p.num_heads, K=head, KC=kc, NT=tiles, TS=ts,
                 PB=t.query_positions, LOWER=lower, EXACT=self.exact, PRECISION=self.precision, STAGES=t.query_stages,
             ),
         )  # fmt: skip
         kernel(
-            (p.num_heads * -(-head // (kc * tiles)), self.parts, -(-sites // ts)), self.r.device.index,
+            (p.num_heads * -(-head // (kc * tiles)), self.parts, -(-sites // ts)), self.device.index,
             d_logits, self.rows, self.d_a, row0, num_rows, site0, self.last,
             self.tokens, self.part_tokens, slots, self.padded_sites, p.num_sites,
         )  # fmt: skip

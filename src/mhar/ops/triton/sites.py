@@ -140,7 +140,11 @@ def site_forward_kernel(
                 if not NORM or SAVE or ADD:
                     tl.store(OUT + at + j * KT, rounded, mask=masks[j])
                 if SAVE and RESIDUAL != 0:
-                    tl.store(RES + at + j * KT, residual_of(out, rounded, RESIDUAL), mask=masks[j])
+                    tl.store(
+                        RES + s.to(tl.int64) * tokens * D + at + j * KT,
+                        residual_of(out, rounded, RESIDUAL),
+                        mask=masks[j],
+                    )
         if ADD:
             if OPENING:
                 x = stored(added[j], STREAM.dtype.element_ty)
@@ -222,7 +226,7 @@ def site_backward_kernel(
                 else:
                     x = tl.load(OUT + at + j * KT, mask=masks[j], other=0.0)
                     if RESIDUAL != 0:
-                        x = restore(x, tl.load(RES + at + j * KT, mask=masks[j], other=0), RESIDUAL)
+                        x = restore(x, tl.load(RES + own_row + j * KT, mask=masks[j], other=0), RESIDUAL)
                     x = x.to(tl.float32)
                 weight = tl.load(NORM_W + channel + j * KT, mask=masks[j], other=0.0).to(tl.float32) + NORM_OFFSET
                 unit = unit + (x * nr,)
@@ -275,7 +279,7 @@ def site_backward_kernel(
                 x = x.to(tl.float32)
                 out = tl.load(OUT + at + j * KT, mask=masks[j], other=0.0)
                 if RESIDUAL != 0:
-                    out = restore(out, tl.load(RES + at + j * KT, mask=masks[j], other=0), RESIDUAL)
+                    out = restore(out, tl.load(RES + own_row + j * KT, mask=masks[j], other=0), RESIDUAL)
                 w_a = tl.load(A + n * D + channel + j * KT, mask=masks[j], other=0.0)
                 c_sum += x * out.to(tl.float32)
                 dw_sum += x * v[j]
