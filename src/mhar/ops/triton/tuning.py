@@ -19,8 +19,8 @@ class Tuning:
     Attributes:
         block, inner: lengths of the two levels of site blocks (schedule.py); 0 is the dense form.
         site_tile: channels per tile of the site kernels.
-        forward_rows, forward_warps, forward_unroll: positions per program of the forward site kernel, its warps, and the
-            source rows whose loads are under way together.
+        forward_rows, forward_warps, forward_unroll: positions per program of the forward site kernel, its warps, and
+            the source rows whose loads are under way together.
         backward_rows, backward_warps, backward_unroll: the same for the backward site kernel.
         programs: programs of a backward site kernel that also reduces over tokens (norm weight, null source).
         mix_tile, mix_warps, mix_stages: partial_mix_kernel.
