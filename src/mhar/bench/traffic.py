@@ -36,18 +36,18 @@ def chain_bytes(shape: RoutingShape, implementation: str, schedule: tuple[int, i
 def sublayer_rows(schedule: SublayerSchedule) -> float:
     """Rows of the fused path over sublayer sources.
 
-    Per site forward: newest source read and stored, own block's rows, partial mix (float16), result and its residual
+    Per site forward: newest source read and stored, own block's rows, partial mix (float32), result and its residual
     (half a row). Per row backward: gradient read and stored, result and residual, own row, the gradients of later sites
-    of its block, gathered gradient (float32), source gradient. A pass reads its rows once and writes one partial per
-    site (forward) or one float32 gradient per row (backward). The query's gradient reads every row once.
+    of its block, gathered gradient (float32), source gradient. A pass reads its rows once and writes one float32
+    partial per site (forward) or one float32 gradient per row (backward). The query's gradient reads every row once.
     """
     last = schedule.last
     rows = 0.0
     for s in range(schedule.first, last):
         forward = schedule.forward(s)
         if forward is not None:
-            rows += forward.row1 - forward.row0 + (1 + forward.merge) * (forward.site1 - forward.site0)
-        rows += 2 + (s - schedule.own_start(s)) + (schedule.own_start(s) > 0) + 1.5
+            rows += forward.row1 - forward.row0 + 2 * (1 + forward.merge) * (forward.site1 - forward.site0)
+        rows += 2 + (s - schedule.own_start(s)) + 2 * (schedule.own_start(s) > 0) + 1.5
         for gather in schedule.backward(s, last):
             rows += gather.site1 - gather.site0 + (3 + 2 * gather.merge) * (gather.row1 - gather.row0)
         rows += 2 + 1.5 + 1 + (schedule.own_end(s) - s - 1) + 2 * schedule.gathered(s, last) + 1
