@@ -8,7 +8,6 @@ from helpers.corpora import prepared_text
 from helpers.training_runs import launch, numbers, tiny_config, weights_digest
 from mhar.training.recipe import train
 
-pytestmark = pytest.mark.slow
 KEYS = ("loss", "z_loss", "grad_norm", "heldout_loss", "ema_heldout_loss")
 
 

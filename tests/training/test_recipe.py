@@ -128,10 +128,11 @@ def test_what_only_costs_time_or_memory_changes_no_number(data: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["sublayer", "model"])
-def test_compiled_training_agrees(data: Path, tmp_path: Path, scope: str) -> None:
-    plain = tiny_config(data, tmp_path / "plain", steps=4)
-    compiled = tiny_config(data, tmp_path / "compiled", steps=4, parallel={"compile": scope})
+@pytest.mark.parametrize("scope, variant", [("sublayer", "mhar"), ("sublayer", "stock"), ("model", "mhar")])
+def test_compiled_training_agrees(data: Path, tmp_path: Path, scope: str, variant: str) -> None:
+    model = {"variant": variant}
+    plain = tiny_config(data, tmp_path / "plain", steps=4, model=model)
+    compiled = tiny_config(data, tmp_path / "compiled", steps=4, model=model, parallel={"compile": scope})
     train(plain)
     train(compiled)
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
