@@ -43,6 +43,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     schedule: Any = 4
     levels: tuple[int, int] | None = None
+    tuning: dict[str, Any] = field(default_factory=dict)
     norm: bool = False
     chain: bool = False
     seed: int = 0
@@ -51,6 +52,7 @@ class Case:
         options = "".join(f"-{k}{v}" for k, v in self.options.items())
         shape = f"M{self.num_sites}-D{self.width}-H{self.num_heads}-T{'x'.join(map(str, self.tokens))}"
         flags = "".join(f"-{name}" for name in ("norm", "chain") if getattr(self, name))
+        flags += "".join(f"-{k}{v}" for k, v in self.tuning.items())
         schedule = self.levels or self.schedule
         return f"{self.variant}{options}-{shape}-{str(self.dtype)[6:]}-{schedule}{flags}".replace(" ", "")
 
@@ -88,12 +90,14 @@ def router(case: Case, backend: str, dtype: torch.dtype) -> DepthRouter:
     made = DepthRouter(
         case.num_sites, case.width, config=config, backend=backend, schedule=case.schedule, device=device(), dtype=dtype
     )
+    changes = dict(case.tuning)
     if case.levels is not None:
+        changes |= {"block": case.levels[0], "inner": case.levels[1]}
+        made.schedule = "auto"
+    if changes:
         from mhar.ops.triton.tuning import default_tuning
 
-        tuning = default_tuning(case.width, case.num_heads, case.num_sites)
-        made.tuning = replace(tuning, block=case.levels[0], inner=case.levels[1])
-        made.schedule = "auto"
+        made.tuning = replace(default_tuning(case.width, case.num_heads, case.num_sites), **changes)
     return made
 
 

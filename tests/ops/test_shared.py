@@ -30,6 +30,12 @@ CASES = [
     Case(variant="delta_block_mhar", num_sites=7, options={"block_size": 1}, dtype=BF16, norm=True),
     Case(variant="delta_block_mhar", num_sites=6, options={"block_size": 2, "null_source": False}, dtype=F16),
     Case(variant="delta_block_mhar", num_sites=7, options={"block_size": 1}, dtype=BF16, chain=True, width=64),
+    # The passes of wide heads, at small ones: groups of 10 and more sites take two launches.
+    Case(variant="delta_block_mhar", num_sites=23, options={"block_size": 5}, tuning={"group_warps": 1}, tokens=(1,)),
+    Case(variant="delta_block_mhar", num_sites=7, options={"block_size": 1}, tuning={"group_warps": 1}, dtype=BF16),
+    Case(
+        variant="block_mhar", num_sites=7, options={"block_size": 1}, tuning={"group_warps": 1}, dtype=BF16, norm=True
+    ),
 ]
 
 LARGE = [

@@ -8,11 +8,12 @@ from torch import Tensor
 from mhar.ops.kernel_cache import KernelCache
 from mhar.ops.schedule import block_groups
 from mhar.ops.triton.blocks import block_backward_kernel, block_forward_kernel
+from mhar.ops.triton.groups import ROWS, SITES, group_mix_kernel, group_scatter_kernel
 from mhar.ops.triton.launch import Kernel, variant_of
 from mhar.ops.triton.parameters import SiteParameters
 from mhar.ops.triton.passes import Norm, RoutedPass, Saved
 from mhar.ops.triton.shared import TILE, partial_mix_kernel, scatter_kernel
-from mhar.ops.triton.tuning import Tuning
+from mhar.ops.triton.tuning import Tuning, next_power_of_2
 
 
 class BlockPass(RoutedPass):
@@ -144,18 +145,40 @@ class BlockPass(RoutedPass):
         )  # fmt: skip
 
     def _mix(self, group: tuple[int, int], rows: int) -> None:
+        if self._on_ordinary_cores(rows):
+            for site0 in range(*group, SITES):
+                self._group_mix(group, site0, rows)
+            return
         t, p = self.tuning, self.parameters
         kernel = self.kernels.get(
             ("partial_mix", False),
             lambda: Kernel(
-                partial_mix_kernel, t.mix_warps, **self.pass_shape(t.mix_tile),
-                MERGE=False, STAGES=t.mix_stages,
+                partial_mix_kernel, t.mix_warps, **self.pass_shape(t.mix_tile), MERGE=False, STAGES=t.mix_stages
             ),
         )  # fmt: skip
         kernel(
             (self.tokens * p.num_heads, 1, 1), self.device.index,
             self.rows, self.r, p.a_high, p.a_low, self.partial, self.partial_lse,
             group[0], group[1] - group[0], 0, 0, rows, self.tokens, self.num_rows, self.slots,
+        )  # fmt: skip
+
+    def _on_ordinary_cores(self, rows: int) -> bool:
+        return self.tuning.group_warps > 0 and rows <= ROWS
+
+    def _group_shape(self) -> dict[str, Any]:
+        p = self.parameters
+        head = p.width // p.num_heads
+        return {"H": p.num_heads, "K": head, "KP": next_power_of_2(head), "TS": SITES}
+
+    def _group_mix(self, group: tuple[int, int], site0: int, rows: int) -> None:
+        p = self.parameters
+        kernel = self.kernels.get(
+            "group_mix", lambda: Kernel(group_mix_kernel, self.tuning.group_warps, **self._group_shape())
+        )
+        kernel(
+            (self.tokens * p.num_heads, 1, 1), self.device.index,
+            self.rows, self.r, p.a, self.partial, self.partial_lse,
+            site0, min(SITES, group[1] - site0), site0 - group[0], rows, self.tokens, self.num_rows, self.slots,
         )  # fmt: skip
 
     # Backward.
@@ -238,6 +261,11 @@ class BlockPass(RoutedPass):
         )  # fmt: skip
 
     def _scatter(self, group: tuple[int, int], rows: int) -> None:
+        if self._on_ordinary_cores(rows):
+            for site0 in range(group[0], min(group[1], self.last), SITES):
+                self._group_scatter(group, site0, rows)
+                self.touched = max(self.touched, rows)
+            return
         t, p = self.tuning, self.parameters
         merge, one_tile = self.touched > 0, rows <= TILE
         kernel = self.kernels.get(
@@ -254,6 +282,22 @@ class BlockPass(RoutedPass):
             self.tokens, self.num_rows, self.padded_sites,
         )  # fmt: skip
         self.touched = max(self.touched, rows)
+
+    def _group_scatter(self, group: tuple[int, int], site0: int, rows: int) -> None:
+        p, merge = self.parameters, self.touched > 0
+        kernel = self.kernels.get(
+            ("group_scatter", merge),
+            lambda: Kernel(
+                group_scatter_kernel, self.tuning.group_warps, **self._group_shape(), TN=ROWS,
+                HAS_GATE=p.has_gate, MERGE=merge, INLINE_C=self.add,
+            ),
+        )  # fmt: skip
+        kernel(
+            (self.tokens * p.num_heads, 1, 1), self.device.index,
+            self.rows, self.r, self.d_rows, p.a, self.lse, self.c, p.gate, self.gathered, self.gathered_t,
+            self.d_logits, rows, site0, min(SITES, group[1] - site0, self.last - site0), site0 - group[0],
+            self.tokens, self.num_rows, self.padded_sites,
+        )  # fmt: skip
 
     def parameter_gradients(self) -> dict[str, Tensor]:
         p = self.parameters

@@ -25,6 +25,7 @@ class Tuning:
         programs: programs of a backward site kernel that also reduces over tokens (norm weight, null source).
         mix_tile, mix_warps, mix_stages: partial_mix_kernel.
         pull_tile, pull_warps, pull_stages: pull_kernel and scatter_kernel; pull_positions: of a program of the former.
+        group_warps: group_mix_kernel and group_scatter_kernel; 0 takes the tensor-core passes for block sources too.
         low_query: multiply logit gradients with both terms of query * norm_weight.
         query_tile, query_sites, query_positions, query_parts, query_warps, query_stages: query_gradient_kernel.
     """
@@ -46,6 +47,7 @@ class Tuning:
     pull_warps: int = 2
     pull_stages: int = 2
     pull_positions: int = 4
+    group_warps: int = 0
     low_query: bool = True
     query_tile: int = 32
     query_sites: int = 64
@@ -84,6 +86,7 @@ def default_tuning(width: int, num_heads: int, num_sites: int) -> Tuning:
         pull_tile=tile(head, 32 if head <= 256 else 128, 16),
         pull_warps=pass_warps,
         pull_stages=2 if head <= 256 else 1,
+        group_warps=2 if 256 <= head <= MAX_SHARED_HEAD else 0,
         query_tile=tile(min(head, 256), 32, 16),
     )
 
