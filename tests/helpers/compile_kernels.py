@@ -11,7 +11,7 @@ from mhar.ops.triton.offline import captured_launches, compile_kernel, signature
 from mhar.routing import DepthRouter, RoutingConfig
 
 CASES = [("mhar", 20, 320, 2, True), ("delta_mhar", 6, 64, 4, False), ("block_mhar", 9, 64, 4, True),
-         ("delta_block_mhar", 9, 256, 2, True)]  # fmt: skip
+         ("delta_block_mhar", 9, 256, 2, True), ("delta_block_mhar", 7, 512, 2, False)]  # fmt: skip
 
 
 def main(target: str) -> None:

@@ -36,8 +36,9 @@ class FusedPass:
         self.next_backward: int | None = None
         self.no_gradient = torch.empty(0, device=embedding.device)  # of every token
         self.device_index = embedding.device.index
-        parameters = [getattr(router, name) for name in PARAMETERS]
-        self.trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
+        parameters = {name: p for name in PARAMETERS if (p := getattr(router, name)) is not None}
+        self.dtypes = {name: p.dtype for name, p in parameters.items()}  # sharding may change them by the backward
+        self.trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters.values())
         self.passes = self._buffers(embedding, row_dtype)
 
     @torch.no_grad()
@@ -149,11 +150,10 @@ class SiteRead(torch.autograd.Function):
             dx, d_norm = passes.backward(s, d, saved)
             gradients = passes.parameter_gradients() if s == 0 and fused.trained else {}
         weight = saved.norm_weight
-        given = [getattr(fused.router, name) if name in gradients else None for name in PARAMETERS]
         return (
             None, None, None, dx, fused.no_gradient, None,
             None if d_norm is None or weight is None else d_norm.to(weight.dtype),
-            *(None if p is None else gradients[n].to(p.dtype) for n, p in zip(PARAMETERS, given, strict=True)),
+            *(gradients[name].to(fused.dtypes[name]) if name in gradients else None for name in PARAMETERS),
         )  # fmt: skip
 
 

@@ -28,7 +28,6 @@ class SiteParameters:
         trained: bool,
     ) -> None:
         self.query, self.norm_weight = query.detach().float(), norm_weight.detach().float()
-        self.dtypes = (query.dtype, norm_weight.dtype)
         self.first, self.num_sites, self.num_heads, self.eps = first, num_sites, num_heads, eps
         self.count, self.width = query.shape
         self.trained = trained
