@@ -138,6 +138,19 @@ def test_checkpointed_sublayers_stay_on_the_fused_path(reentrant: bool) -> None:
     assert launches.count("site_backward_kernel") == M
 
 
+def test_sources_that_are_not_contiguous_and_sources_used_elsewhere() -> None:
+    for net in (nets := pair()):
+        wide = torch.randn(2, 2 * D, generator=torch.Generator().manual_seed(3)).to(device())
+        history = net.router.start(net.embed(tokens()).t().contiguous().t())
+        extra = torch.zeros((), device=device())
+        for layer in net.layers:
+            output = layer(history.read()) * wide[:, ::2]
+            extra = extra + output.square().sum()  # the caller's own use of a source
+            history.append(output.t().contiguous().t())
+        (history.read().t().sin().sum() + extra).backward()
+    assert_same_gradients(*nets)
+
+
 def test_gradients_accumulate_over_micro_batches() -> None:
     for net in (nets := pair()):
         for seed in (1, 2):
