@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.compare import assert_close
 from helpers.routed import device
-from mhar.errors import InputError
+from mhar.errors import InputError, OrderError
 from mhar.ops.triton.launch import Kernel
 from mhar.routing import DepthRouter, RoutingConfig
 from mhar.routing.engine import FusedPass, fusible_norm
@@ -296,6 +296,21 @@ def test_weights_of_the_fused_path() -> None:
             assert (actual is None) == (expected is None)
             if expected is not None:
                 assert_close(f"{variant} site {site}", actual, expected, 1e-5)
+
+
+def test_the_backward_pass_releases_the_buffers() -> None:
+    for variant in VARIANTS:
+        net = Net("triton", variant)
+        history = net.router.start(net.embed(tokens()))
+        for layer in net.layers:
+            history.append(layer(history.read()))
+        loss = history.read().sin().sum()
+        passes = history._fused.passes
+        loss.backward()
+        held = [v.numel() for v in vars(passes).values() if isinstance(v, Tensor)]
+        assert sum(held) == 0, variant
+        with pytest.raises(OrderError, match="before backward"):
+            history.weights(1)
 
 
 # Refusals.

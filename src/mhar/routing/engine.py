@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mhar.errors import OrderError
 from mhar.ops.schedule import sublayer_schedule
 from mhar.ops.triton.block import BlockPass
 from mhar.ops.triton.parameters import SiteParameters
@@ -34,6 +35,7 @@ class FusedPass:
         self.router = router
         self.shape = embedding.shape
         self.next_backward: int | None = None
+        self.first_saved: int | None = None  # the site where the backward pass ends
         self.no_gradient = torch.empty(0, device=embedding.device)  # of every token
         self.device_index = embedding.device.index
         parameters = {name: p for name in PARAMETERS if (p := getattr(router, name)) is not None}
@@ -90,7 +92,9 @@ class FusedPass:
         return hidden if norm is None or fused is not None else norm(hidden), token
 
     def rows(self, count: int) -> list[Tensor]:
-        """The first `count` source rows [..., D], as views."""
+        """The first `count` source rows [..., D], as views; OrderError once a backward pass has reused their memory."""
+        if self.next_backward is not None:
+            raise OrderError("the backward pass has released the sources: ask for weights before backward()")
         return [self.passes.rows[n].view(self.shape) for n in range(count)]
 
     def partials(self) -> dict[int, Tensor]:
@@ -129,6 +133,8 @@ class SiteRead(torch.autograd.Function):
         with on_device(fused.device_index):
             hidden, saved = fused.passes.forward(s, x, None if norm_weight is None else (norm_weight, *norm), save)
         if save:
+            if fused.first_saved is None:
+                fused.first_saved = s
             ctx.fused, ctx.site, ctx.saved = fused, s, saved
             ctx.save_for_backward(*saved.take())
         return hidden, token.new_empty(0)
@@ -149,6 +155,8 @@ class SiteRead(torch.autograd.Function):
             d = d_hidden if d_hidden.is_contiguous() else d_hidden.contiguous()
             dx, d_norm = passes.backward(s, d, saved)
             gradients = passes.parameter_gradients() if s == 0 and fused.trained else {}
+        if s == fused.first_saved:
+            passes.release()
         weight = saved.norm_weight
         return (
             None, None, None, dx, fused.no_gradient, None,

@@ -79,6 +79,8 @@ class BlockPass(RoutedPass):
             self._mix(group, self.rows_of[s])
         saved = Saved(x_dtype=x.dtype)
         result = self._launch_forward(s, x, stream_in, norm, save, saved, update=not split, read=True)
+        if s == self.parameters.num_sites - 1:
+            self.partial = self.partial_lse = self.r  # no later site needs them
         return result, saved
 
     def _launch_forward(
@@ -298,6 +300,11 @@ class BlockPass(RoutedPass):
             self.d_logits, rows, site0, min(SITES, group[1] - site0, self.last - site0), site0 - group[0],
             self.tokens, self.num_rows, self.padded_sites,
         )  # fmt: skip
+
+    def release(self) -> None:
+        super().release()
+        self.locals.clear()
+        self.carried = (self.r, None)
 
     def parameter_gradients(self) -> dict[str, Tensor]:
         p = self.parameters

@@ -69,7 +69,7 @@ class RoutedPass(ABC):
         self.exact, self.precision, self.residual = storage_modes(dtype)
         p = parameters
         self.padded_sites = -(-p.num_sites // 16) * 16
-        self.rows = self.per_row(num_rows, dtype)
+        self.rows = self.source_rows(num_rows)
         self.r = self.empty(tokens, num_rows)
         self.lse = self.empty(tokens, p.num_heads, self.padded_sites)
         self.partial = self.partial_lse = self.r
@@ -87,6 +87,12 @@ class RoutedPass(ABC):
     def parameter_gradients(self) -> dict[str, Tensor]:
         """Gradients of the routing parameters by name, complete once site 0 is done."""
 
+    def release(self) -> None:
+        """Lets all buffers go, at the end of the backward pass: the graph may outlive it."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.new_empty(0))
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised buffer on the pass's device."""
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -98,6 +104,10 @@ class RoutedPass(ABC):
     def per_row(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer of `count` rows: [count, tokens, D]."""
         return self.empty(count, self.tokens, self.parameters.width, dtype=dtype)
+
+    def source_rows(self, count: int) -> Tensor:
+        """Room for the source rows."""
+        return self.per_row(count, self.dtype)
 
     def partial_buffers(self, slots: int) -> None:
         """Room for the partial mixes of `slots` sites."""

@@ -55,9 +55,9 @@ class SublayerPass(RoutedPass):
         tuning: Tuning,
         kernels: KernelCache,
     ) -> None:
-        super().__init__(parameters, parameters.num_sites, shape, dtype, stream_dtype, tuning, kernels)
         self.schedule = schedule
         self.slots = schedule.block or TILE
+        super().__init__(parameters, parameters.num_sites, shape, dtype, stream_dtype, tuning, kernels)
         self.stream = None if stream_dtype is None else self.like_source(stream_dtype)
         self.residuals: Tensor | None = None
         self.steps = self.kernels.get(
@@ -65,6 +65,14 @@ class SublayerPass(RoutedPass):
         )
         if schedule.block:
             self.partial_buffers(self.slots)
+
+    def source_rows(self, count: int) -> Tensor:
+        """Rows 0 .. M-1, and one block of rows more.
+
+        The backward pass keeps DOUT of site s in row s + slots: when it is written, the source rows of later blocks,
+        whose gradients are done, are no longer needed.
+        """
+        return self.per_row(count + self.slots, self.dtype)
 
     # Forward.
 
@@ -99,6 +107,8 @@ class SublayerPass(RoutedPass):
             hidden, weight, result, nr,
             s, step.own, step.slot, self.tokens, self.num_rows, self.slots, self.padded_sites, p.eps, norm_eps,
         )  # fmt: skip
+        if s == self.num_rows - 1:
+            self.partial = self.partial_lse = self.r  # no later site needs them
         return result, saved
 
     def _site_forward(self, key: tuple[object, ...]) -> Kernel:
@@ -133,7 +143,7 @@ class SublayerPass(RoutedPass):
         p = self.parameters
         self.last = min(s + 1, self.schedule.last)
         self.begin_sums()
-        self.d_rows = self.per_row(p.num_sites, self.dtype)
+        self.d_rows = self.rows[self.slots :]
         self.d_logits = self.empty(self.tokens, p.num_heads, self.slots, self.padded_sites)
         self.d_stream = None if self.stream is None else self.like_source(torch.float32)
         self.gathered = self.gathered_t = self.r
