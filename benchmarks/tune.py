@@ -45,8 +45,7 @@ SHAPES = {
     "8b-delta": Shape("delta_block_mhar", 65, 4096, 8, (8192,)),
 }
 
-# Fields of one kernel change together; the kernels are independent of each other.
-CANDIDATES: dict[str, list[dict[str, Any]]] = {}
+CANDIDATES = Path(__file__).with_name("candidates.json")
 
 
 class Scale(torch.autograd.Function):
@@ -244,6 +243,8 @@ KERNELS = {
     "partial_mix_kernel": ("mix_",),
     "pull_kernel": ("pull_", "low_query"),
     "scatter_kernel": ("pull_", "low_query"),
+    "group_mix_kernel": ("group_",),
+    "group_scatter_kernel": ("group_",),
     "query_gradient_kernel": ("query_",),
 }
 
@@ -285,14 +286,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--sweep", type=Path, help="JSON: shape -> list of changed fields, instead of CANDIDATES")
+    parser.add_argument("--sweep", type=Path, default=CANDIDATES, help="JSON: shape -> list of changed fields")
     parser.add_argument("--norm", action="store_true", help="also with the following RMSNorm fused")
     parser.add_argument("--seconds", type=float, default=200, help="stop measuring after this time")
     parser.add_argument("--profile", action="store_true", help="print where the launches of a pass spend CPU time")
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache and stop")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    sweeps = json.loads(arguments.sweep.read_text()) if arguments.sweep else CANDIDATES
+    sweeps = json.loads(arguments.sweep.read_text())
     plans = {name: candidates(SHAPES[name], sweeps.get(name, [])) for name in arguments.shapes}
 
     capability = 90

@@ -1,6 +1,5 @@
 """A small routed module, and one training step of it on one of two processes."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -35,11 +34,10 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-def train_one_step(rank: int, port: int, kind: str, folder: str) -> None:
+def train_one_step(rank: int, kind: str, folder: str) -> None:
     """Process `rank` of 2: the gradients of the averaged loss under DDP or FSDP2, saved by process 0."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     net = Stack("triton")
     batches = torch.randn(2, 2, D, generator=torch.Generator().manual_seed(1))
     if kind == "ddp":
