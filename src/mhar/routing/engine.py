@@ -167,14 +167,17 @@ class SiteRead(torch.autograd.Function):
 
 def _restore(ctx: Any, fused: FusedPass) -> Saved:
     try:
-        ctx.saved.put(ctx.saved_tensors)
+        tensors = ctx.saved_tensors
     except RuntimeError as error:
         name = fused.router.plan[ctx.site].name
         raise RuntimeError(
             f"the result of read() at site {name} was modified in place, or its graph was already used by a backward"
             f" pass (one backward per forward pass, no retain_graph): {error}"
         ) from error
-    return ctx.saved
+    saved: Saved = ctx.saved
+    ctx.saved = None  # the result among the tensors refers to this node: kept here, neither would ever be freed
+    saved.put(tensors)
+    return saved
 
 
 def start_fused(router: "DepthRouter", embedding: Tensor, row_dtype: torch.dtype) -> FusedPass | None:
