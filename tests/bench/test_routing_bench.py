@@ -94,6 +94,17 @@ def test_a_red_gate_prints_no_time(monkeypatch):
     assert entry["reason"].startswith("correctness gate red")
 
 
+def test_a_crash_is_a_reason_and_the_rest_goes_on(monkeypatch):
+    def crash(_problem, _options):
+        raise RuntimeError("first line\nno kernel image is available")
+
+    right = Implementation("right", lambda problem, _options: per_site_chain(problem, reference_read(problem)))
+    result = run(monkeypatch, Implementation("theirs", crash), right)
+    assert [row["implementation"] for row in result["rows"]] == ["right"]
+    assert "RuntimeError" in result["not_run"][0]["reason"]
+    assert "no kernel image is available" in result["not_run"][0]["reason"]
+
+
 def test_row_schema(monkeypatch):
     (implementation,) = (i for i in IMPLEMENTATIONS if i.name == "eager")
     result = json.loads(json.dumps(run(monkeypatch, implementation)))

@@ -183,13 +183,13 @@ class TestBackends:
         with pytest.raises(BackendError, match=r'pip install triton.*use backend="reference"'):
             resolve_backend("triton", torch.zeros(2, 8))
 
-    def test_unsupported_dtype(self):
+    def test_unsupported_dtype(self, device):
         with pytest.raises(BackendError, match=r'float32, float16, bfloat16, got float64.*use backend="reference"'):
-            read(torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8), torch.ones(8))
+            read(torch.zeros(2, 8, dtype=torch.float64, device=device), *torch.ones(2, 8, device=device))
 
-    def test_unsupported_width(self):
+    def test_unsupported_width(self, device):
         with pytest.raises(BackendError, match=r'widths up to 12288, got 12290.*use backend="reference"'):
-            read(torch.zeros(2, 12290), torch.zeros(12290), torch.ones(12290))
+            read(torch.zeros(2, 12290, device=device), *torch.ones(2, 12290, device=device))
 
     def test_old_gpu(self, monkeypatch):
         class Source:

@@ -48,9 +48,10 @@ def bench_routing(
     chosen = [i for i in IMPLEMENTATIONS if names is None or i.name in names]
     result: dict[str, Any] = {**provenance(options.device), "rows": [], "not_run": []}
     result["copy_bandwidth_gb_s"] = round(timing.copy_bandwidth(options.device) / 1e9, 1)
-    for shape in shapes:
-        ShapeRun(shape, options, result, say).run(chosen)
-        save(result)
+    with timing.side_stream(options.device):
+        for shape in shapes:
+            ShapeRun(shape, options, result, say).run(chosen)
+            save(result)
     return result
 
 
@@ -74,8 +75,11 @@ class ShapeRun:
                 self._measure(implementation)
             except UnavailableError as reason:
                 self._skip(implementation.name, str(reason))
-            except torch.OutOfMemoryError as error:
-                self._skip(implementation.name, f"out of memory: {str(error).splitlines()[0]}")
+            except Exception as error:  # whatever another library raises: its reason is the result
+                lines = str(error).strip().splitlines() or [""]
+                self._skip(
+                    implementation.name, f"{type(error).__name__}: {lines[0]} {'' if len(lines) == 1 else lines[-1]}"
+                )
             timing.release()
         if any(i.name == "authors" for i in implementations) and options.build.authors is None:
             self._quote_authors()

@@ -61,7 +61,8 @@ def bench_step(
 
 
 def _measure_pair(shape: StepShape, options: StepOptions, result: dict[str, Any], say: Say) -> None:
-    rows = [measure(shape, variant, options, fast=not shape.eager) for variant in VARIANTS]
+    with timing.side_stream(options.device):
+        rows = [measure(shape, variant, options, fast=not shape.eager) for variant in VARIANTS]
     result["rows"] += rows
     result["relative"].append(comparison(*rows))
     for row in rows:

@@ -4,6 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,17 +42,25 @@ def replayed(step: Step, repeats: int = 20) -> Timing:
 
 
 def captured(step: Step, warmup: int = 2) -> tuple[torch.cuda.CUDAGraph, object]:
-    """The graph of `step` and what it returned, which must live as long as the graph is replayed."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warmup):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
+    """The graph of `step` and what it returned, which must live as long as the graph is replayed.
+
+    Call it inside `side_stream`, as everything before it that used the same parameters.
+    """
+    for _ in range(warmup):
+        step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         kept = step()
     return graph, kept
+
+
+def side_stream(device: str) -> AbstractContextManager[object]:
+    """One stream for eager calls, warm-up and capture alike.
+
+    Autograd remembers for each parameter the stream of its first use, and waits for that stream in backward. During a
+    capture, waiting for the default stream is an error.
+    """
+    return nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
 
 
 def eager(step: Step, device: str, repeats: int = 5) -> tuple[Timing, Timing]:
