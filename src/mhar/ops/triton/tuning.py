@@ -80,7 +80,7 @@ def default_tuning(width: int, num_heads: int, num_sites: int) -> Tuning:
         inner=block,
         site_tile=tile(head, max(32, 256 // next_power_of_2(num_heads)), next_power_of_2(min(head, 16))),
         forward_warps=warps,
-        backward_warps=warps,
+        backward_warps=max(warps, min(2 * warps, 8)),
         mix_tile=tile(head, 128 if head <= 256 else 64, 16),
         mix_warps=pass_warps,
         pull_tile=tile(head, 32 if head <= 256 else 128, 16),
