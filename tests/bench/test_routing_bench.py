@@ -207,6 +207,8 @@ def test_table():
     table = routing_table(RESULT)
     assert "| 1b | 1,024 | 8 | mhar | 2.000 | 0.800 | 1.200 | 0.100 | 9.00 | 7.00 | 19.5 | 1.50 | 6.20 | 72% |" in table
     assert "authors (kernels.md) | 39.010" in table
+    assert "4.28 TB/s" in table
+    assert "read with care" in routing_table({**RESULT, "notes": ["read with care"]})
     assert "| 1b | 1,024 | fla | one head only |" in table
 
 

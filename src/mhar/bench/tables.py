@@ -18,8 +18,7 @@ def routing_table(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     quoted = {_key(row): row["ms"] for row in result["rows"] if row["implementation"] == "authors"}
     rows = [head, *(_routing_row(row, quoted.get(_key(row))) for row in result["rows"])]
-    bandwidth = f"Copy bandwidth measured in the same run: {result['copy_bandwidth_gb_s'] / 1e3:.2f} TB/s.\n"
-    return "\n".join([_heading(result), bandwidth, markdown(rows), _not_run(result)])
+    return "\n".join([_heading(result), markdown(rows), _not_run(result)])
 
 
 def _routing_row(row: dict[str, Any], authors: float | None) -> list[str]:
@@ -67,7 +66,10 @@ def _mode(row: dict[str, Any]) -> str:
 def _heading(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     commit = f", commit {result['commit']}" if result["commit"] else ""
-    return f"{result['device']}, {result['date']}{commit}; {versions}.\n"
+    lines = [f"{result['device']}, {result['date']}{commit}; {versions}."]
+    if result.get("copy_bandwidth_gb_s"):
+        lines.append(f"Copy bandwidth measured in the same run: {result['copy_bandwidth_gb_s'] / 1e3:.2f} TB/s.")
+    return "\n\n".join([*lines, *result.get("notes", [])]) + "\n"
 
 
 def _not_run(result: dict[str, Any]) -> str:
