@@ -7,6 +7,10 @@ With replace reads a row is visible at the site where it is born, between two la
 and FINISH say which part runs).
 """
 
+# Kernels are written in Triton's language, whose types pyright does not know.
+# pyright: reportGeneralTypeIssues=false, reportMissingParameterType=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
 import triton
 import triton.language as tl
 

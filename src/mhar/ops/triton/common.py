@@ -14,6 +14,9 @@ Letters of the kernels (the paper's where it has them):
     H, K    heads and channels of a head, D = H * K; HP the power of two >= H
 """
 
+# Kernels are written in Triton's language, whose types pyright does not know.
+# pyright: reportMissingParameterType=false
+
 import os
 
 import triton

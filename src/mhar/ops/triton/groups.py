@@ -5,6 +5,9 @@ a head that leaves too few programs on a multiprocessor. Here a program owns one
 registers as a tile [TS, KP], and lets the rows (at most ROWS) stream by.
 """
 
+# Kernels are written in Triton's language, whose types pyright does not know.
+# pyright: reportMissingParameterType=false
+
 import triton
 import triton.language as tl
 

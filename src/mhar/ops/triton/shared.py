@@ -10,6 +10,9 @@ A program owns one (position, head): the rows of a position lie together, so a t
 strides. Softmax weights enter the products as two bfloat16 terms (EXACT=False) or in float32 (EXACT=True).
 """
 
+# Kernels are written in Triton's language, whose types pyright does not know.
+# pyright: reportGeneralTypeIssues=false, reportMissingParameterType=false, reportUnboundVariable=false
+
 import triton
 import triton.language as tl
 

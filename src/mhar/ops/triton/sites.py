@@ -9,6 +9,10 @@ A program owns BP whole rows, as tiles [BP, HP, KT]. The backward kernel walks o
 the gradients of what all tokens share (norm weight, null source) leave it as one partial sum per program.
 """
 
+# Kernels are written in Triton's language, whose types pyright does not know.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportMissingParameterType=false
+# pyright: reportOperatorIssue=false
+
 import triton
 import triton.language as tl
 
