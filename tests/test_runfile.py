@@ -71,6 +71,8 @@ def test_the_resolved_file_loads_to_an_equal_object(tmp_path: Path) -> None:
         (["steps=1", "optimizer.lrr=1"], r"unknown key 'optimizer\.lrr'; did you mean 'lr'"),
         (["steps=1", "optimizer.lr=fast"], "optimizer.lr: expected float, received 'fast'"),
         (["steps=1.5"], "steps: expected int, received 1.5"),
+        (["steps=.nan"], "steps: expected int, received nan"),
+        (["steps=.inf"], "steps: expected int, received inf"),
         (["steps=1", "compile=1"], "compile: expected bool, received 1"),
         (["steps=1", "optimizer.kind=adam"], "unknown value 'adam'; did you mean 'adamw'"),
         (["steps=1", "optimizer.betas=[0.9, x]"], r"optimizer\.betas\[1\]: expected float, received 'x'"),

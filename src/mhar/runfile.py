@@ -175,7 +175,7 @@ def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and number:
         return float(value)
-    if kind is int and number and value == int(value):
+    if kind is int and number and (isinstance(value, int) or value.is_integer()):
         return int(value)
     if kind is Path and isinstance(value, str | Path):
         return Path(value)

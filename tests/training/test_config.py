@@ -1,12 +1,13 @@
 """Run files of `mhar train`: the shipped ones are the paper's, and senseless ones are refused."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mhar import runfile
-from mhar.errors import ConfigurationError
+from mhar.errors import CheckpointError, ConfigurationError
 from mhar.training.config import RunConfig
 from mhar.training.model import build_model, parameter_counts
 
@@ -121,6 +122,14 @@ MINIMAL: dict[str, Any] = {
         ({"data": {"train": ["d"], "workers": -1}}, "workers must not be negative"),
         ({"ema": 1.0}, "ema is a decay between 0 and 1"),
         ({"max_seconds": 0}, "max_seconds must be positive"),
+        ({"max_seconds": math.nan}, "max_seconds must be positive"),
+        ({"max_loss": math.nan}, "max_loss must be positive"),
+        ({"seed": 2**64}, r"seed must be from 0 to below 2\*\*63"),
+        ({"data": {"train": ["d"], "weights": [math.nan]}}, "weights are finite"),
+        ({"optimizer": {"weight_decay": math.nan}}, "weight_decay must not be negative"),
+        ({"optimizer": {"groups": {"norms": {"lr_scale": -1}}}}, "lr_scale must be finite and not negative"),
+        ({"optimizer": {"groups": {"norms": {"weight_decay": math.nan}}}}, "weight_decay must be finite"),
+        ({"parallel": {"compile_mode": "foo"}}, "unknown value 'foo'"),
         ({"eval": {"every": 0}}, "eval.every must be positive"),
         ({"checkpoint": {"keep": 0}}, "keep and keep_every are positive"),
         ({"logging": {"every": 0}}, "logging.every must be positive"),
@@ -142,8 +151,14 @@ def test_senseless_settings_are_refused(change: dict[str, Any], message: str) ->
         ({"family": "qwen3", "variant": "mahr"}, "did you mean 'mhar'"),
         ({"family": "qwen3", "routing": {"num_head": 2}}, "did you mean 'num_heads'"),
         ({"family": "qwen3", "routing": {"gate": "scalar"}}, "a gate needs"),
+        ({"family": "qwen3", "shape": {"num_hidden_layer": 9}}, "did you mean 'num_hidden_layers'"),
+        ({"family": "qwen3", "shape": {"hidden_sise": 3}}, "did you mean 'hidden_size'"),
+        ({"family": "qwen3", "shape": {"hidden_size": -4}}, "hidden_size must be a positive integer, received -4"),
+        ({"family": "qwen3", "shape": {"num_hidden_layers": 0}}, "num_hidden_layers must be a positive integer"),
+        ({"family": "qwen3", "attention": "foo"}, "'qwen3' cannot be built: .*foo"),
+        ({"init_from": "no/such/folder"}, "'no/such/folder' cannot be built"),
     ],
 )
 def test_models_that_do_not_exist_are_refused(model: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises((ConfigurationError, CheckpointError), match=message):
         build_model(runfile.from_mapping(RunConfig, {**MINIMAL, "model": model}).model, 0, "meta")

@@ -64,6 +64,8 @@ class DataSection:
     def __post_init__(self) -> None:
         if not self.train:
             raise ConfigurationError("data.train: give at least one prepared folder")
+        if self.weights is not None and not all(0 <= weight < math.inf for weight in self.weights):
+            raise ConfigurationError(f"data.weights are finite and not negative, received {list(self.weights)}")
         if self.workers < 0:
             raise ConfigurationError(f"data.workers must not be negative, received {self.workers}")
 
@@ -74,6 +76,12 @@ class GroupSection:
 
     lr_scale: float = 1.0
     weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr_scale", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigurationError(f"a group's {name} must be finite and not negative, received {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +106,10 @@ class OptimizerSection:
             raise ConfigurationError(f"optimizer.lr above 1 makes no sense for AdamW, received {self.lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigurationError(f"optimizer.betas are two numbers in [0, 1), received {list(self.betas)}")
-        if self.weight_decay < 0:
-            raise ConfigurationError(f"optimizer.weight_decay must not be negative, received {self.weight_decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigurationError(
+                f"optimizer.weight_decay must not be negative or infinite, received {self.weight_decay}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +146,7 @@ class ParallelSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     compile: Literal["none", "sublayer", "model"] = "none"
-    compile_mode: str = "default"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -229,5 +239,9 @@ class RunConfig:
             )
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigurationError(f"ema is a decay between 0 and 1, received {self.ema}")
-        if self.max_seconds is not None and self.max_seconds <= 0:
+        if not 0 <= self.seed < 2**63:
+            raise ConfigurationError(f"seed must be from 0 to below 2**63, received {self.seed}")
+        if not self.max_loss > 0:
+            raise ConfigurationError(f"max_loss must be positive, received {self.max_loss}")
+        if self.max_seconds is not None and not self.max_seconds > 0:
             raise ConfigurationError(f"max_seconds must be positive, received {self.max_seconds}")

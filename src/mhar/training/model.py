@@ -1,6 +1,8 @@
 """The model of a run: built or loaded, placed on its ranks, and exported."""
 
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,32 +11,42 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mhar.conversion import convert
-from mhar.errors import CheckpointError, unknown
+from mhar.errors import CheckpointError, ConfigurationError, MharError, unknown
 from mhar.models import FAMILIES, MharConfig, MharForCausalLM
 from mhar.routing import RoutingConfig
 from mhar.training.config import STOCK, ModelSection, RunConfig
 from mhar.training.distributed import World, spread
 
 BASELINE = "baseline"
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 
 
 def build_model(section: ModelSection, seed: int, device: str = "cpu") -> PreTrainedModel:
     """The model of a run file in float32 on the host, or without memory on device "meta".
 
     From scratch, the seed alone decides the backbone's values: routing parameters draw no random numbers, so that
-    every variant starts from the same backbone.
+    every variant starts from the same backbone. Raises MharError subclasses for a model that cannot be.
     """
-    if section.init_from is not None and device != "meta":
-        model = _load(section)
-    else:
-        torch.manual_seed(seed)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(
-                model_config(section), dtype=torch.float32, attn_implementation=section.attention
-            )
+    with _refusals_named(section):
+        if section.init_from is not None and device != "meta":
+            model = _load(section)
+        else:
+            torch.manual_seed(seed)
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(
+                    model_config(section), dtype=torch.float32, attn_implementation=section.attention
+                )
     if section.frozen_base:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("router" in name.split("."))
@@ -45,12 +57,25 @@ def build_model(section: ModelSection, seed: int, device: str = "cpu") -> PreTra
     return model
 
 
+@contextmanager
+def _refusals_named(section: ModelSection) -> Generator[None]:
+    """What transformers refuses (a missing checkpoint, a size, an attention implementation) as a user's error."""
+    try:
+        yield
+    except MharError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        kind = ConfigurationError if section.init_from is None else CheckpointError
+        raise kind(f"model {section.init_from or section.family!r} cannot be built: {error}") from error
+
+
 def model_config(section: ModelSection) -> Any:
     """The configuration that a run file describes."""
     fields = {"z_loss": section.z_loss, "loss_chunk_size": section.loss_chunk_size, "routing_backend": section.backend}
     if section.init_from is None:
         if section.family not in FAMILIES:
             raise unknown("model.family", section.family, FAMILIES)
+        check_shape(section.family, section.shape)
         base = AutoConfig.for_model(section.family, **section.shape)
         if section.variant == STOCK:
             return base
@@ -62,6 +87,17 @@ def model_config(section: ModelSection) -> Any:
     if not isinstance(found, MharConfig):
         raise CheckpointError(f"{section.init_from} has no routing: `mhar convert` it first, or set model.control=true")
     return MharConfig.from_base(found.to_base(), found.routing_config, **fields)
+
+
+def check_shape(family: str, shape: dict[str, Any]) -> None:
+    """ConfigurationError for a field that the family's configuration class does not have, or a size below 1."""
+    kind: type[PreTrainedConfig] = CONFIG_MAPPING[family]
+    fields = {*kind.__dataclass_fields__, *kind.attribute_map}
+    for name, value in shape.items():
+        if name not in fields:
+            raise unknown(f"model.shape field of {family}", name, fields)
+        if name in SIZES and not (isinstance(value, int) and value > 0):
+            raise ConfigurationError(f"model.shape.{name} must be a positive integer, received {value!r}")
 
 
 def _load(section: ModelSection) -> PreTrainedModel:
