@@ -103,6 +103,11 @@ def test_statistic_spans_the_full_width():
     [
         (dict(num_heads=5), "num_heads 5 for width 12.*near it: 4, 6"),
         (dict(num_heads=0), "num_heads 0 for width 12"),
+        (dict(num_heads="4"), "num_heads must be an integer.*'4'"),
+        (dict(num_heads=True), "num_heads must be an integer.*True"),
+        (dict(eps=-1.0), "eps must be a finite number >= 0, got -1.0"),
+        (dict(eps=float("nan")), "eps must be a finite number >= 0, got nan"),
+        (dict(sources=torch.tensor(1.0)), r"stacked sources must have the shape \[N, ..., D\], got \[\]"),
         (dict(sources=[]), "at least one source"),
         (dict(query=torch.zeros(11)), r"query must have shape \[12\].*\[11\]"),
         (dict(norm_weight=torch.zeros(12, 1)), r"norm_weight must have shape \[12\].*\[12, 1\]"),

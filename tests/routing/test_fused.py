@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from helpers.compare import assert_close
 from helpers.routed import device
@@ -104,6 +106,27 @@ def test_a_loss_on_an_early_read_leaves_later_sites_out(variant: str) -> None:
     for net in (nets := pair(variant)):
         net(tokens())[2].sin().sum().backward()
     assert_same_gradients(*nets)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("constant", [(0, 1), (2,), (0, 3)], ids=str)
+def test_reads_without_gradients_between_reads_with_them(variant: str, constant: tuple[int, ...]) -> None:
+    """Frozen layers often run under no_grad: only what they would have contributed is missing."""
+    for net in (nets := pair(variant)):
+        history = net.router.start(net.embed(tokens()))
+        for site, (norm, layer) in enumerate(zip(net.norms, net.layers, strict=False)):
+            with torch.set_grad_enabled(site not in constant):
+                history.append(layer(history.read(norm)))
+        history.read(net.norms[-1]).sin().sum().backward()
+    assert_same_gradients(*nets)
+
+
+def test_a_history_that_starts_without_gradients_cannot_train() -> None:
+    net = Net("triton")
+    with torch.no_grad():
+        history = net.router.start(tokens())
+    with pytest.raises(OrderError, match=r"start\(\) ran under no_grad.*layers.0.attn"):
+        history.read()
 
 
 @pytest.mark.parametrize("frozen", ["router", "embed", "layers", "router embed", "norms"])
@@ -359,23 +382,28 @@ def test_modifying_a_source_before_the_next_read_is_refused() -> None:
 # The norm that follows.
 
 
-class Gemma3RMSNorm(nn.Module):
-    """A norm that adds one to its weight, as Gemma's do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.full((D,), 0.3)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        unit = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
-        return (unit * (1 + self.weight)).to(x.dtype)
-
-
 def test_norms_that_add_one_to_their_weight() -> None:
-    norm = Gemma3RMSNorm().to(device())
+    norm = Gemma3RMSNorm(D, eps=1e-6).to(device())
+    nn.init.constant_(norm.weight, 0.3)
     assert fusible_norm(norm, D) == (norm.weight, 1e-6, 1.0)
     router = Net("triton").router
     assert_close("read", router.start(tokens()).read(norm), norm(router.start(tokens()).read()), 1e-6)
+
+
+class OffsetRMSNorm(nn.RMSNorm):
+    """A norm of the user's own, which adds two to its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.weight * (2 + self.weight)
+
+
+@pytest.mark.parametrize("norm", [OffsetRMSNorm(D, eps=1e-6), Qwen3NextRMSNorm(D, eps=1e-6)], ids=["user", "unknown"])
+def test_unknown_norms_are_applied_as_they_are(norm: nn.Module) -> None:
+    """The name says nothing about what a class computes."""
+    norm.to(device())
+    router = Net("triton").router
+    assert fusible_norm(norm, D) is None
+    assert torch.equal(router.start(tokens()).read(norm), norm(router.start(tokens()).read()))
 
 
 def test_what_is_not_fused_is_applied_all_the_same() -> None:

@@ -299,6 +299,23 @@ def test_router_refusals(arguments, error, message):
         DepthRouter(**{"num_sites": 5, "width": WIDTH, **arguments})
 
 
+def test_a_variant_may_be_given_by_name():
+    assert DepthRouter(5, WIDTH, 3, config="delta_mhar").config == RoutingConfig.named("delta_mhar")
+
+
+def test_meta_tensors_pass_through():
+    """A forward pass on the meta device gives shapes without memory; it has no autocast."""
+    router = DepthRouter(5, WIDTH, 3, device="meta")
+    assert router.start(torch.zeros(2, WIDTH, device="meta")).read().shape == (2, WIDTH)
+
+
+def test_append_takes_tensors_only():
+    history = make_router("mhar").start(embedding())
+    history.read()
+    with pytest.raises(InputError, match="must be a tensor, got NoneType"):
+        history.append(None)
+
+
 def test_embedding_refusals():
     router = make_router("mhar")
     with pytest.raises(InputError, match=r"\[..., 12\], got torch.float64 \[2, 3, 11\]"):

@@ -1,5 +1,6 @@
 """What the arguments of one read must satisfy."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,9 @@ from mhar.errors import InputError
 
 def check_heads(width: int, num_heads: int) -> None:
     """Raise InputError unless `num_heads` is a positive divisor of `width`."""
-    if not isinstance(num_heads, int) or num_heads < 1 or width % num_heads:
+    if not isinstance(num_heads, int) or isinstance(num_heads, bool):
+        raise InputError(f"num_heads must be an integer that divides the width {width}, got {num_heads!r}")
+    if num_heads < 1 or width % num_heads:
         raise InputError(
             f"num_heads must divide the width: got num_heads {num_heads!r} for width {width}"
             f" (divisors near it: {', '.join(map(str, nearest_divisors(width, num_heads)))})"
@@ -25,8 +28,14 @@ def nearest_divisors(width: int, num_heads: int) -> list[int]:
     return below + above
 
 
-def check_read(sources: Sequence[Tensor] | Tensor, query: Tensor, norm_weight: Tensor, num_heads: int) -> None:
+def check_read(
+    sources: Sequence[Tensor] | Tensor, query: Tensor, norm_weight: Tensor, num_heads: int, eps: float
+) -> None:
     """Raise InputError unless the arguments of one read fit together."""
+    if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps < 0:
+        raise InputError(f"eps must be a finite number >= 0, got {eps!r}")
+    if isinstance(sources, Tensor) and sources.ndim < 2:
+        raise InputError(f"stacked sources must have the shape [N, ..., D], got {list(sources.shape)}")
     if len(sources) == 0:
         raise InputError("a read needs at least one source, got none")
     first = sources[0]

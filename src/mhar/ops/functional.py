@@ -68,11 +68,11 @@ def depth_read(
 
     Raises:
         InputError: no sources, sources that differ in shape, dtype or device, a query or norm weight that is not [D],
-            or a number of heads that does not divide D.
+            a number of heads that does not divide D, or an eps that is not a finite number >= 0.
         ConfigurationError: an unknown backend.
         BackendError: backend="triton" where it cannot run (the message says why), or a second derivative through it.
     """
-    check_read(sources, query, norm_weight, num_heads)
+    check_read(sources, query, norm_weight, num_heads, eps)
     if resolve_backend(backend, sources[0]) == "reference":
         out, weights = depth_read_reference(sources, query, norm_weight, num_heads, eps)
     else:

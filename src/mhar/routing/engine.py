@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 
 Norm = Callable[[Tensor], Tensor]
 PARAMETERS = ("query", "norm_weight", "gate", "null_source")
+# Norms that the read can apply: what each adds to its weight.
+RMS_NORMS = {
+    "RMSNorm": 0.0,
+    **{
+        f"{family}RMSNorm": 0.0
+        for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "Phi3", "Granite", "Olmo2")
+    },
+    "Gemma3RMSNorm": 1.0,
+}
 
 
 class FusedPass:
@@ -40,7 +49,9 @@ class FusedPass:
         self.device_index = embedding.device.index
         parameters = {name: p for name in PARAMETERS if (p := getattr(router, name)) is not None}
         self.dtypes = {name: p.dtype for name, p in parameters.items()}  # sharding may change them by the backward
-        self.trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters.values())
+        self.with_grad = torch.is_grad_enabled()
+        self.trainable = any(p.requires_grad for p in parameters.values())
+        self.trained = self.with_grad and self.trainable
         self.passes = self._buffers(embedding, row_dtype)
 
     @torch.no_grad()
@@ -86,10 +97,23 @@ class FusedPass:
         if s == 0:
             given = tuple(getattr(self.router, name) for name in PARAMETERS)
         weight, eps, offset = (None, 0.0, 0.0) if fused is None else fused
-        inputs = (x, token, weight, *given)
-        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-        hidden, token = SiteRead.apply(self, s, save, x, token, (eps, offset), weight, *given)
+        # A read under no_grad is a constant, but its newest source still takes gradients from later reads.
+        constant = self.with_grad and not torch.is_grad_enabled()
+        self._check_grad_mode(s)
+        with torch.enable_grad() if constant else nullcontext():
+            weight = weight.detach() if constant and weight is not None else weight
+            inputs = (x, token, weight, *given)
+            save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+            hidden, token = SiteRead.apply(self, s, save, x, token, (eps, offset), weight, *given)
+        hidden = hidden.detach() if constant else hidden
         return hidden if norm is None or fused is not None else norm(hidden), token
+
+    def _check_grad_mode(self, s: int) -> None:
+        if torch.is_grad_enabled() and not self.with_grad and self.trainable:
+            raise OrderError(
+                "a history that starts without gradients cannot train: router.start() ran under no_grad, and the read"
+                f" at site {self.router.plan[s].name} needs the router's gradients; call start() with gradients enabled"
+            )
 
     def rows(self, count: int) -> list[Tensor]:
         """The first `count` source rows [..., D], as views; OrderError once a backward pass has reused their memory."""
@@ -203,11 +227,17 @@ def fusible_norm(norm: Norm, width: int) -> tuple[Tensor, float, float] | None:
     weight = getattr(norm, "weight", None)
     if type(weight) is not nn.Parameter or weight.shape != (width,) or getattr(norm, "bias", None) is not None:
         return None
-    name = type(norm).__name__
+    offset = RMS_NORMS.get(_kind(norm))
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if "RMSNorm" not in name or not isinstance(eps, float):
+    if offset is None or "forward" in norm.__dict__ or not isinstance(eps, float):
         return None
-    return weight, eps, 1.0 if name.startswith("Gemma") else 0.0
+    return weight, eps, offset
+
+
+def _kind(norm: nn.Module) -> str:
+    """A norm's class name where PyTorch or transformers defines the class: others may compute what they like."""
+    known = type(norm).__module__.startswith(("torch.nn.", "transformers.models."))
+    return type(norm).__name__ if known else ""
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -30,7 +30,8 @@ class DepthHistory:
         self._hooks = router.hooks.active()
         self._shape = embedding.shape
         self._row_dtype = _history_dtype(embedding)
-        self._autocast = torch.is_autocast_enabled(embedding.device.type)
+        self._autocast = _autocasting(embedding)
+        self._with_grad = torch.is_grad_enabled()
         self._embedding_dtype = embedding.dtype
         self._index = 0  # sublayer outputs appended so far
         self._read_done = False
@@ -79,16 +80,9 @@ class DepthHistory:
             self._newest = self._rows[0] = output
             self._versions[0] = _version(output)
             return
-        if self._stream is not None:
-            self._stream = self._stream + output
-        if self._config.read == "none":
-            return
-        if self._config.sources == "sublayer":
-            self._add_row(output)
-        elif self._config.read == "replace":
-            self._grow_block(output)
-        elif self._at_block_end():
-            self._add_delta()
+        # An output computed under no_grad is a constant; the sums it joins still carry the gradients of the others.
+        with torch.set_grad_enabled(self._with_grad or torch.is_grad_enabled()):
+            self._add_source(output)
 
     def weights(self, site: int | str) -> Tensor | None:
         """Routing weights [N, ..., H] of a site that was read, detached; None where the site has no sources.
@@ -201,6 +195,18 @@ class DepthHistory:
 
     # How sources come to be.
 
+    def _add_source(self, output: Tensor) -> None:
+        if self._stream is not None:
+            self._stream = self._stream + output
+        if self._config.read == "none":
+            return
+        if self._config.sources == "sublayer":
+            self._add_row(output)
+        elif self._config.read == "replace":
+            self._grow_block(output)
+        elif self._at_block_end():
+            self._add_delta()
+
     def _add_row(self, row: Tensor) -> None:
         row = row.to(self._row_dtype)
         self._rows.append(row)
@@ -242,6 +248,8 @@ class DepthHistory:
             raise OrderError(f"append() needs a read() first: site {self._router.plan[self._index].name} was not read")
 
     def _check_output(self, output: Tensor) -> None:
+        if not isinstance(output, Tensor):
+            raise InputError(f"a sublayer's output must be a tensor, got {type(output).__name__}")
         if output.shape != self._shape:
             raise InputError(
                 f"a sublayer's output must have the embedding's shape {list(self._shape)}, got {list(output.shape)}"
@@ -279,10 +287,15 @@ def _start_fused(router: "DepthRouter", embedding: Tensor, row_dtype: torch.dtyp
 
 def _history_dtype(embedding: Tensor) -> torch.dtype:
     """Sources are stored in the embedding's dtype, under autocast in autocast's."""
-    device = embedding.device.type
-    if compute_dtype(embedding.dtype) == torch.float64 or not torch.is_autocast_enabled(device):
+    if compute_dtype(embedding.dtype) == torch.float64 or not _autocasting(embedding):
         return embedding.dtype
-    return torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(embedding.device.type)
+
+
+def _autocasting(tensor: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device; false where there is no autocast (meta)."""
+    device = tensor.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -27,7 +27,8 @@ class DepthRouter(nn.Module):
         num_heads: routing heads H, a divisor of D; the paper's default is the number of key-value heads. None takes
             the number in `config`.
         eps: of the keys' RMSNorm; the model's `rms_norm_eps`.
-        config: what is routed; `RoutingConfig.named("mhar")` by default.
+        config: what is routed, or the name of a variant; "mhar" by default. The baseline has no heads: `num_heads` does
+            not matter there.
         backend: "auto", "triton" or "reference", as in :func:`mhar.ops.depth_read`.
         schedule: which sites share a pass over the history in the Triton backend: "auto", "dense" (none) or the length
             of a block of sites, 1 to 16. The function is the same.
@@ -51,7 +52,7 @@ class DepthRouter(nn.Module):
         num_heads: int | None = None,
         *,
         eps: float = 1e-6,
-        config: RoutingConfig | None = None,
+        config: RoutingConfig | str | None = None,
         backend: Backend = "auto",
         schedule: Schedule = "auto",
         device: torch.device | str | None = None,
@@ -59,7 +60,8 @@ class DepthRouter(nn.Module):
     ) -> None:
         super().__init__()
         check_count("width", width)
-        self.config = RoutingConfig.named("mhar") if config is None else config
+        config = "mhar" if config is None else config
+        self.config = RoutingConfig.named(config) if isinstance(config, str) else config
         self.num_heads = _resolve_heads(num_heads, self.config)
         check_heads(width, self.num_heads)
         resolve_backend(backend)
