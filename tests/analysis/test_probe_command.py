@@ -95,6 +95,15 @@ def test_interventions_from_the_command_line(checkpoint, novel, tmp_path, capsys
     assert "| uniform |" in capsys.readouterr().out
 
 
+def test_one_sequence_gives_an_effect_without_an_interval(checkpoint, novel, tmp_path, capsys):
+    assert probe(checkpoint, novel, tmp_path, "--intervene=uniform", "--sequences=1") == 0
+    [row] = json.loads((tmp_path / "interventions.json").read_text())["rows"]
+    assert (row["low"], row["high"], row["p_value"], row["n"]) == (None, None, None, 1)
+    assert "| – | 1 |" in capsys.readouterr().out
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 0
+    assert "<td>–</td><td>1</td>" in (tmp_path / "report.html").read_text()
+
+
 def test_effects_are_those_of_a_changed_model():
     model = tiny_routed("mhar", scale=1.0)
     batches = [torch.randint(1, 300, (3, 12)), torch.randint(1, 300, (2, 12))]

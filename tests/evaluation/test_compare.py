@@ -65,6 +65,29 @@ def test_likelihoods_are_compared_per_unit_by_bootstrap():
     assert not row.higher_is_better
 
 
+def test_a_single_item_is_listed_but_not_tested_and_few_are_marked():
+    scores = {"wikitext": [3.0], "heldout:x/val": [3.0, 2.0, 1.0]}
+    first, second = (
+        evaluation(
+            name,
+            {
+                task: records([s + change * i for i, s in enumerate(values, 1)], metric="word_perplexity")
+                for task, values in scores.items()
+            },
+        )
+        for name, change in (("a", 0.0), ("b", 0.5))
+    )
+    comparison = compare([first, second])
+    single, few = comparison.rows
+    assert (single.low, single.high, single.p_value, single.p_holm) == (None,) * 4
+    assert few.p_value == few.p_holm == 2 / 8  # the untested row does not count in Holm's correction
+    table = markdown(comparison)
+    assert "| +0.5000 | – | – | – | – | 1 |" in table
+    assert "]* | – | 0.25 | 0.25 | 3 |" in table
+    assert "fewer than 30 items" in table
+    json.dumps(comparison.to_dict(), allow_nan=False)
+
+
 def test_every_model_is_compared_with_the_first_and_holm_covers_all_rows():
     a = evaluation("a", {"piqa": records([0] * 20)})
     b = evaluation("b", {"piqa": records([1] * 8 + [0] * 12)})

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from mhar.errors import InputError
-from mhar.evaluation.statistics import holm, mcnemar_exact, normal_quantile, paired_accuracy, paired_bootstrap
+from mhar.evaluation.statistics import (
+    holm,
+    mcnemar_exact,
+    normal_quantile,
+    paired_accuracy,
+    paired_bootstrap,
+    sign_flip,
+)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,7 @@ def test_bootstrap_agrees_with_the_normal_interval():
     assert found.difference == pytest.approx(change.mean())
     assert found.low == pytest.approx(change.mean() - 1.96 * error, abs=0.1 * error)
     assert found.high == pytest.approx(change.mean() + 1.96 * error, abs=0.1 * error)
-    assert found.p_value == pytest.approx(2 / 4001)  # nine standard errors: no resample reaches zero
+    assert found.p_value == pytest.approx(1 / 4001)  # nine standard errors: no sign pattern reaches it
 
 
 def test_bootstrap_weights_are_units_of_the_items():
@@ -103,12 +110,47 @@ def test_bootstrap_of_equal_models_finds_nothing():
     assert (found.difference, found.low, found.high, found.p_value) == (0.0, 0.0, 0.0, 1.0)
 
 
-def test_bootstrap_is_rarely_significant_without_an_effect():
+@pytest.mark.parametrize("n", [2, 5, 10, 40])
+def test_no_effect_is_rarely_significant_however_few_the_items(n):
     generator = np.random.default_rng(3)
-    p_values = [
-        paired_bootstrap(*generator.normal(size=(2, 40)), num_resamples=500, seed=i).p_value for i in range(200)
-    ]
-    assert np.mean(np.array(p_values) < 0.05) < 0.11  # the percentile interval is a little short at n = 40
+    p_values = [paired_bootstrap(*generator.normal(size=(2, n)), num_resamples=500, seed=i).p_value for i in range(300)]
+    assert np.mean(np.array(p_values) < 0.05) < 0.08
+
+
+def test_a_single_item_has_neither_interval_nor_p_value():
+    found = paired_bootstrap([1.0], [0.0])
+    assert (found.difference, found.low, found.high, found.p_value) == (-1.0, None, None, None)
+
+
+def test_intervals_of_few_items_are_marked():
+    scores = np.random.default_rng(4).normal(size=(2, 30))
+    assert paired_bootstrap(*scores[:, :29], num_resamples=50).is_narrow
+    assert not paired_bootstrap(*scores, num_resamples=50).is_narrow
+
+
+def test_sign_flip_by_hand():
+    # Of the eight sums, those of +++ and --- are as far from zero as 6; of 1+2-3 = 0, all are.
+    assert sign_flip([1.0, 2.0, 3.0]) == 2 / 8
+    assert sign_flip([1.0, 2.0, -3.0]) == 1.0
+    assert sign_flip([0.0, 1.0, 0.0, 2.0, 3.0]) == 2 / 8
+    assert sign_flip([0.1] * 3 + [-0.1] * 3) == 1.0
+    assert sign_flip([0.0, 0.0]) == 1.0
+
+
+@pytest.mark.parametrize("n", [8, 40])
+def test_sign_flip_is_scipys_permutation_test(n):
+    stats = pytest.importorskip("scipy.stats")
+    values = np.random.default_rng(5).normal(size=n)
+    values += 2 / np.sqrt(n) - values.mean()
+    expected = stats.permutation_test(
+        (values,), np.sum, permutation_type="samples", n_resamples=10_000, rng=np.random.default_rng(6)
+    ).pvalue
+    assert sign_flip(values) == pytest.approx(expected, abs=1e-12 if n == 8 else 0.01)
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(InputError, match="seed must not be negative, got -1"):
+        paired_bootstrap([1.0, 2.0], [2.0, 2.0], seed=-1)
 
 
 @pytest.mark.parametrize(

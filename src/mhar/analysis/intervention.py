@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mhar.analysis.probe import find_router
 from mhar.analysis.routing_map import RoutingMap
 from mhar.errors import InputError
-from mhar.evaluation.statistics import paired_bootstrap
+from mhar.evaluation.statistics import NARROW_NOTE, format_interval, paired_bootstrap
 from mhar.routing.interventions import Change, freeze, parse
 
 FREEZE = "freeze"
@@ -21,16 +21,20 @@ FREEZE = "freeze"
 
 @dataclass(frozen=True, slots=True)
 class InterventionEffect:
-    """Mean loss with and without, in nats per token, and the interval of the change over sequences."""
+    """Mean loss with and without, in nats per token, and the interval of the change over sequences.
+
+    One sequence gives no interval and no p-value; `is_narrow` marks the interval of few.
+    """
 
     intervention: str
     loss: float
     changed_loss: float
     loss_change: float
-    low: float
-    high: float
-    p_value: float
+    low: float | None
+    high: float | None
+    p_value: float | None
     n: int
+    is_narrow: bool = False
 
 
 def parse_all(model: nn.Module, texts: Sequence[str]) -> list[Change | str]:
@@ -93,6 +97,7 @@ def _effect(name: str, before: NDArray[np.float64], after: NDArray[np.float64], 
         paired.high,
         paired.p_value,
         paired.n,
+        paired.is_narrow,
     )
 
 
@@ -104,5 +109,10 @@ def to_dict(found: Sequence[InterventionEffect]) -> dict[str, Any]:
 def markdown(found: Sequence[InterventionEffect]) -> str:
     """The effects as a Markdown table."""
     lines = ["| intervention | loss change (nats/token) | 95 % interval | sequences |", "|---|---|---|---|"]
-    lines += [f"| {e.intervention} | {e.loss_change:+.4f} | [{e.low:+.4f}, {e.high:+.4f}] | {e.n} |" for e in found]
+    lines += [
+        f"| {e.intervention} | {e.loss_change:+.4f} | {format_interval(e.low, e.high, e.is_narrow)} | {e.n} |"
+        for e in found
+    ]
+    if any(e.is_narrow for e in found):
+        lines += ["", NARROW_NOTE]
     return "\n".join(lines)

@@ -71,7 +71,7 @@ def comparison_tables(run: RunFolder) -> str:
             f"{row['b']} − {row['a']}",
             f"{row['task']} {row['metric']}",
             row["difference"],
-            f"[{number(row['low'])}, {number(row['high'])}]",
+            _interval(row),
             None if row.get("only_b") is None else f"{row['only_b']} / {row['only_a']}",
             row["p_value"],
             row["p_holm"],
@@ -84,6 +84,14 @@ def comparison_tables(run: RunFolder) -> str:
     headers = ["pair", "score", "difference", f"{level:.0%} interval", "only first / only second right"]
     headers += ["p", "p (Holm)", "n", "test"]
     return f"<h3>{escape(run.name)}</h3>" + render_table(Table(headers, rows))
+
+
+def _interval(row: dict[str, Any]) -> str | None:
+    """None where a single item allows no interval; few items are named beside one."""
+    if row["low"] is None:
+        return None
+    few = " (few items: too narrow)" if row.get("is_narrow") else ""
+    return f"[{number(row['low'])}, {number(row['high'])}]{few}"
 
 
 def probe_tables(run: RunFolder) -> str:
@@ -100,8 +108,7 @@ def probe_tables(run: RunFolder) -> str:
 def intervention_tables(run: RunFolder) -> str:
     """Loss change of every intervention with its paired interval over sequences."""
     rows = [
-        [row["intervention"], row["loss_change"], f"[{number(row['low'])}, {number(row['high'])}]", row["n"]]
-        for row in run.interventions.get("rows", ())
+        [row["intervention"], row["loss_change"], _interval(row), row["n"]] for row in run.interventions.get("rows", ())
     ]
     headers = ["intervention", "loss change (nats per token)", "95% interval", "sequences"]
     return f"<h3>{escape(run.name)}</h3>" + render_table(Table(headers, rows))

@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 
 EPILOG = """The first evaluation is the reference: every other one is compared with it. Accuracies: exact McNemar and
-Agresti-Min interval; other scores: paired bootstrap (differences of perplexities are in nats per unit). Holm's
-correction runs over all rows. Different items, prompts, few-shot counts or harness versions are refused."""
+Agresti-Min interval; other scores: sign-flip test and paired bootstrap interval (differences of perplexities are in
+nats per unit). Holm's correction runs over all rows. Different items, prompts, few-shot counts or harness versions are
+refused."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("evaluations", nargs="+", type=Path, metavar="EVALUATION", help="folder of `mhar evaluate`")
     options.add_argument("--all-metrics", action="store_true", help="test every metric, not each task's primary one")
     options.add_argument("--confidence", type=float, default=0.95)
-    options.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    options.add_argument("--seed", type=int, default=0, help="of the resamples")
     options.add_argument("--output", type=Path, help="folder for comparison.json and comparison.md")
     return options
 

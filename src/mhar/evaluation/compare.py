@@ -6,14 +6,17 @@ from typing import Any
 
 from mhar.errors import InputError
 from mhar.evaluation.records import Evaluation, Record, Result
-from mhar.evaluation.statistics import holm, paired_accuracy, paired_bootstrap
+from mhar.evaluation.statistics import NARROW_NOTE, format_interval, holm, paired_accuracy, paired_bootstrap
 
 HARNESS = "lm_eval"
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One pair of models on one metric of one task; `b` minus `a`. `partial` is empty or says how much was run."""
+    """One pair of models on one metric of one task; `b` minus `a`. `partial` is empty or says how much was run.
+
+    Interval and p-values are None where a single item allows neither; `is_narrow` marks the interval of few items.
+    """
 
     task: str
     metric: str
@@ -22,16 +25,17 @@ class ComparisonRow:
     value_a: float
     value_b: float
     difference: float
-    low: float
-    high: float
-    p_value: float
-    p_holm: float
+    low: float | None
+    high: float | None
+    p_value: float | None
+    p_holm: float | None
     n: int
     partial: str
     only_a: int | None
     only_b: int | None
     higher_is_better: bool
     test: str
+    is_narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,8 @@ def compare(
 ) -> Comparison:
     """Compare every later evaluation with the first one.
 
-    Holm's correction runs over all rows: tasks, metrics and pairs alike. By default each task is tested on its primary
-    metric alone, since testing more metrics costs power.
+    Holm's correction runs over all rows with a test: tasks, metrics and pairs alike. By default each task is tested on
+    its primary metric alone, since testing more metrics costs power.
 
     Raises:
         InputError: fewer than two evaluations, no task in common, or items, prompts, few-shot counts or harness
@@ -73,10 +77,15 @@ def compare(
         for task in shared
         for row in _compare_task(first, other, task, all_metrics, confidence, seed)
     ]
-    adjusted = holm([row.p_value for row in rows])
     every = dict.fromkeys(task for e in evaluations for task in e.records)
     skipped = {t: [e.name for e in evaluations if t not in e.records] for t in every if t not in shared}
-    return Comparison(tuple(replace(r, p_holm=p) for r, p in zip(rows, adjusted, strict=True)), skipped, confidence)
+    return Comparison(tuple(_adjusted(rows)), skipped, confidence)
+
+
+def _adjusted(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """The rows with Holm's p-values; rows that could not be tested keep none and do not count."""
+    adjusted = iter(holm([row.p_value for row in rows if row.p_value is not None]))
+    return [row if row.p_value is None else replace(row, p_holm=next(adjusted)) for row in rows]
 
 
 def _distinct_names(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
@@ -182,6 +191,7 @@ def _row(
         only_b=found.only_second,
         higher_is_better=result.higher_is_better,
         test=found.test,
+        is_narrow=found.is_narrow,
     )
 
 
@@ -197,10 +207,18 @@ def markdown(comparison: Comparison) -> str:
         count = f"{row.n} (PARTIAL: {row.partial})" if row.partial else str(row.n)
         lines.append(
             f"| {row.task} | {row.metric} | {row.b} − {row.a} | {row.difference:+.4f}"
-            f" | [{row.low:+.4f}, {row.high:+.4f}] | {discordant} | {row.p_value:.3g} | {row.p_holm:.3g} | {count} |"
+            f" | {format_interval(row.low, row.high, row.is_narrow)} | {discordant} | {_p(row.p_value)}"
+            f" | {_p(row.p_holm)} | {count} |"
         )
+    tested = sum(row.p_value is not None for row in comparison.rows)
     tests = sorted({row.test for row in comparison.rows})
-    lines += ["", f"Tests: {'; '.join(tests)}. Holm's correction over the {len(comparison.rows)} rows above."]
+    lines += ["", f"Tests: {'; '.join(tests)}. Holm's correction over the {tested} tested rows."]
+    if any(row.is_narrow for row in comparison.rows):
+        lines += ["", NARROW_NOTE]
     for task, missing in comparison.skipped.items():
         lines.append(f"Not compared: {task} (missing for {', '.join(missing)}).")
     return "\n".join(lines)
+
+
+def _p(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"

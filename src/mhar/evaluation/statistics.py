@@ -16,6 +16,10 @@ Floats = NDArray[np.float64]
 NUM_RESAMPLES = 10_000
 # Resamples times items held at once; bounds the memory of a bootstrap at some 64 MB.
 CHUNK_ELEMENTS = 2**22
+# Sign patterns are enumerated up to this many items with a difference, and drawn at random beyond.
+MAX_EXACT_ITEMS = 14
+# Percentile intervals of fewer items are too narrow to be read without a warning.
+FEW_ITEMS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +28,33 @@ class PairedDifference:
 
     Attributes:
         difference: of the (weighted) mean scores.
-        low, high: confidence interval of the difference.
-        p_value: two-sided.
+        low, high: confidence interval of the difference; None where the items do not allow one.
+        p_value: two-sided; None where there is nothing to test with.
         n: number of items.
         only_first, only_second: items that only one model has right (accuracies alone, else None).
         test: the name of the test and of the interval.
+        is_narrow: the interval comes from so few items that it covers less than it says.
     """
 
     difference: float
-    low: float
-    high: float
-    p_value: float
+    low: float | None
+    high: float | None
+    p_value: float | None
     n: int
     test: str
     only_first: int | None = None
     only_second: int | None = None
+    is_narrow: bool = False
+
+
+def format_interval(low: float | None, high: float | None, is_narrow: bool = False) -> str:
+    """An interval for tables: a dash where there is none, a star where it is too narrow."""
+    if low is None or high is None:
+        return "–"
+    return f"[{low:+.4f}, {high:+.4f}]{'*' if is_narrow else ''}"
+
+
+NARROW_NOTE = f"\\* fewer than {FEW_ITEMS} items: the interval covers less than it says."
 
 
 def mcnemar_exact(only_first: int, only_second: int) -> float:
@@ -99,27 +115,62 @@ def paired_bootstrap(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> PairedDifference:
-    """Difference of two (weighted) mean scores by resampling items with replacement (Efron 1979).
+    """Difference of two (weighted) mean scores: percentile bootstrap interval (Efron 1979), sign-flip test.
 
-    `weights` are the units of each item, such as its tokens: the difference is then that of scores per unit. The
-    interval is the percentile interval, the p-value twice the smaller share of resamples beyond zero, both ends
-    counted, so it is never 0: at least 2 / (num_resamples + 1).
+    `weights` are the units of each item, such as its tokens: the difference is then that of scores per unit. A single
+    item has neither interval nor p-value. Percentile intervals of few items are too narrow (`is_narrow`), so the
+    p-value does not come from the resamples: see `sign_flip`.
     """
     a, b = _aligned(first, second)
     units = np.ones_like(a) if weights is None else np.asarray(weights, np.float64)
     if units.shape != a.shape or not (units > 0).all():
         raise InputError(f"weights must be {len(a)} positive numbers, got {units.size} with minimum {units.min():g}")
-    differences = _resampled((b - a) * units, units, num_resamples, np.random.default_rng(seed))
+    if seed < 0:
+        raise InputError(f"seed must not be negative, got {seed}")
+    totals, n = (b - a) * units, len(a)
+    difference = float(totals.sum() / units.sum())
+    if n == 1:
+        return PairedDifference(difference, None, None, None, n, "none for a single item")
+    differences = _resampled(totals, units, num_resamples, np.random.default_rng(seed))
     low, high = np.quantile(differences, [(1 - confidence) / 2, (1 + confidence) / 2])
-    beyond = min(int(np.sum(differences <= 0)), int(np.sum(differences >= 0)))
     return PairedDifference(
-        difference=float(((b - a) * units).sum() / units.sum()),
+        difference=difference,
         low=float(low),
         high=float(high),
-        p_value=min(1.0, 2 * (beyond + 1) / (num_resamples + 1)),
-        n=len(a),
-        test=f"paired bootstrap, {num_resamples} resamples",
+        p_value=sign_flip(totals, num_samples=num_resamples, seed=seed),
+        n=n,
+        test=f"sign-flip test; paired bootstrap interval, {num_resamples} resamples",
+        is_narrow=n < FEW_ITEMS,
     )
+
+
+def sign_flip(differences: Sequence[float] | Floats, *, num_samples: int = NUM_RESAMPLES, seed: int = 0) -> float:
+    """Two-sided p-value of the paired permutation test (Fisher 1935) on per-item differences.
+
+    When two models are equally good, the sign of each difference is a fair coin flip; p is the share of sign patterns
+    whose sum is at least as far from zero. Exact for up to 14 differences other than zero, else by `num_samples`
+    random patterns, the observed one included. With n items no p-value is below 2 / 2^n.
+    """
+    values = np.asarray(differences, np.float64)
+    values = values[values != 0]
+    if not values.size:
+        return 1.0
+    # Sums that are equal on paper differ in their last bits.
+    least = abs(values.sum()) - 1e-12 * np.abs(values).sum()
+    if len(values) <= MAX_EXACT_ITEMS:
+        patterns = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
+        return float(np.mean(_is_extreme(patterns, values, least)))
+    generator, extreme = np.random.default_rng((seed, 1)), 1
+    step = max(1, CHUNK_ELEMENTS // len(values))
+    for start in range(0, num_samples, step):
+        shape = min(step, num_samples - start), len(values)
+        extreme += int(_is_extreme(generator.integers(0, 2, size=shape, dtype=np.int8), values, least).sum())
+    return extreme / (num_samples + 1)
+
+
+def _is_extreme(patterns: NDArray[np.signedinteger], values: Floats, least: float) -> NDArray[np.bool_]:
+    """Of each row of 0 and 1 (1: flipped), whether its sum is at least `least` from zero."""
+    return np.abs(values.sum() - 2 * (patterns.astype(np.float64) @ values)) >= least
 
 
 def _resampled(totals: Floats, units: Floats, count: int, generator: np.random.Generator) -> Floats:
