@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -358,6 +360,29 @@ def test_an_unwritable_folder_is_named(data: Path, tmp_path: Path) -> None:
         (config.out / "checkpoints").write_text("a file in the way")
         with pytest.raises(CheckpointError, match="could not be saved"):
             run.train()
+
+
+def test_a_folder_in_use_is_refused_and_free_after_a_kill(data: Path, tmp_path: Path) -> None:
+    config = tiny_config(data, tmp_path / "run", steps=3)
+    config.out.mkdir()
+    hold = (
+        "import sys, pathlib; from mhar.training.lock import folder_lock\nwith folder_lock(pathlib.Path(sys.argv[1])): "
+    )
+    command = [sys.executable, "-c", hold + "print('held', flush=True); sys.stdin.read()", str(config.out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(InputError, match=f"run is in use by process {holder.pid}"):
+            train(config)
+        assert not (config.out / "metrics.jsonl").exists()
+        holder.kill()
+    assert train(config)["steps"] == 3
+
+
+def test_a_file_in_place_of_the_folder_is_named(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be a folder"):
+        train(tiny_config(data, tmp_path / "file/run"))
 
 
 def test_leftovers_of_a_kill_are_removed_and_not_loaded(data: Path, tmp_path: Path) -> None:

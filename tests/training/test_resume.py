@@ -29,10 +29,10 @@ def settings(data: Path, out: Path, /, **sections: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process that nothing interrupts."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(settings(data, out))
-    return out
+    """A run of one process that nothing interrupts. All runs of a comparison have the same number of threads."""
+    config = settings(data, tmp_path_factory.mktemp("whole") / "run")
+    assert launch(config) == 0
+    return config.out
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_killed_process_continues_bit_for_bit(
     assert launch(config, kill=kill) == KILLED
     assert steps_in(config.out / "checkpoints") in ([3], [3, 6])  # at step 8 the sixth may still be on its way
     assert not (config.out / "final").exists()
-    train(config)
+    assert launch(config) == 0
     assert_same(config.out, whole)
 
 

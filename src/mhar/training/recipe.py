@@ -17,7 +17,7 @@ import statistics
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from mhar.training.distributed import World, autocast, gradient_sync, start_worl
 from mhar.training.environment import environment, peak_memory, variant_name
 from mhar.training.flops import flops_per_token, peak_flops
 from mhar.training.inputs import check_vocabulary, open_data
+from mhar.training.lock import folder_lock, make_folder
 from mhar.training.metrics import Metrics
 from mhar.training.model import export, parameter_counts, place_model, unwrapped
 from mhar.training.optimizer import WeightAverage, build_optimizer, set_lr
@@ -55,10 +56,11 @@ def train(config: RunConfig) -> dict[str, Any]:
     begin = time.monotonic()
     with start_world(config.parallel) as world, determinism(config):
         check_batch(config.batch_size, config.micro_batch_size, world.size)
-        config.out.mkdir(parents=True, exist_ok=True)
-        run = Run(config, world, begin)
-        with run.metrics, run.checkpoints:
-            return run.train()
+        make_folder(config.out)
+        with folder_lock(config.out) if world.is_main else nullcontext():
+            run = Run(config, world, begin)
+            with run.metrics, run.checkpoints:
+                return run.train()
 
 
 class Run:
