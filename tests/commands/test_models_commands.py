@@ -2,12 +2,16 @@
 
 import io
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from helpers.corpora import save_tokenizer
 from helpers.models import base_config, routed_model
+from mhar import MharForCausalLM
 from mhar.cli import main
 
 
@@ -120,7 +124,7 @@ def test_export(checkpoint, tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == ["served"]
     status, _, error = run(capsys, "export", checkpoint, out)
     assert status == 2
-    assert "does not exist yet" in error
+    assert "must not exist or be empty" in error
 
 
 def test_export_leaves_nothing_behind_when_it_fails(tmp_path, capsys):
@@ -130,5 +134,77 @@ def test_export_leaves_nothing_behind_when_it_fails(tmp_path, capsys):
     status, _, error = run(capsys, "export", tmp_path / "stock", tmp_path / "out")
     assert status == 2
     assert "'llama'" in error
+    assert str(tmp_path / "stock") in error
+    assert "unfinished" not in error
     assert [file.name for file in tmp_path.iterdir()] == ["stock"]
     assert "no config.json" in run(capsys, "export", tmp_path / "nothing", tmp_path / "out")[2]
+
+
+@pytest.fixture
+def training_folder(checkpoint, tmp_path):
+    """The checkpoint as training leaves it: optimizer state beside the weights."""
+    folder = shutil.copytree(checkpoint, tmp_path / "training")
+    save_file({"0.exp_avg": torch.zeros(1000)}, folder / "optimizer.safetensors")
+    (folder / "training_state.json").write_text("{}")
+    return folder
+
+
+def test_info_counts_the_model_only(checkpoint, training_folder, capsys):
+    counted, expected = (
+        json.loads(run(capsys, "info", f, "--json")[1])["parameters"] for f in (training_folder, checkpoint)
+    )
+    assert counted == expected
+
+
+def test_export_copies_what_serving_needs(training_folder, tmp_path, capsys):
+    (training_folder / "README.md").write_text("licence")
+    assert run(capsys, "export", training_folder, tmp_path / "served")[0] == 0
+    files = {file.name for file in (tmp_path / "served").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "README.md"} <= files
+    assert not {"optimizer.safetensors", "training_state.json"} & files
+
+
+def test_export_of_a_sharded_checkpoint(tmp_path, capsys):
+    model = routed_model("llama")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert run(capsys, "export", tmp_path / "shards", tmp_path / "out")[0] == 0
+    loaded = MharForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("command", ["info", "export", "generate"])
+@pytest.mark.parametrize("content", ["{broken", "{}", "[]"])
+def test_a_broken_configuration_is_named(checkpoint, tmp_path, capsys, command, content):
+    folder = shutil.copytree(checkpoint, tmp_path / "broken")
+    (folder / "config.json").write_text(content)
+    arguments = {"info": (), "export": (tmp_path / "out",), "generate": ("--prompt", "a")}[command]
+    status, _, error = run(capsys, command, folder, *arguments)
+    assert status == 2
+    assert str(folder) in error
+
+
+@pytest.mark.parametrize("command", ["info", "generate"])
+def test_weights_that_are_cut_short_are_named(checkpoint, tmp_path, capsys, command):
+    folder = shutil.copytree(checkpoint, tmp_path / "short")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    status, _, error = run(capsys, command, folder, *(("--prompt", "a") if command == "generate" else ()))
+    assert status == 2
+    assert "cut short" in error
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "gemma3"])
+def test_info_about_other_architectures(family, tmp_path, capsys):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    save_file({"weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    status, text, _ = run(capsys, "info", tmp_path, "--json")
+    assert status == 0
+    assert json.loads(text)["model"] == family
+    assert json.loads(text)["parameters"].startswith("6 ")
+
+
+@pytest.mark.parametrize("option, value", [("--device", "bogus"), ("--device", "meta"), ("--tokenizer", "/nonexist")])
+def test_generate_refuses_what_is_not_there(checkpoint, capsys, option, value):
+    status, _, error = run(capsys, "generate", checkpoint, "--prompt", "a", option, value)
+    assert status == 2
+    assert value in error

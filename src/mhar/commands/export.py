@@ -6,7 +6,7 @@ from pathlib import Path
 
 EPILOG = """\
 example:
-  mhar export runs/mhar/checkpoint served-model
+  mhar export runs/demo/mhar/checkpoint-300 served-model
   vllm serve served-model --trust-remote-code --model-impl transformers
 """
 
@@ -28,29 +28,26 @@ def main(argv: list[str]) -> int:
     """Run the command; returns the exit status."""
     options = parser().parse_args(argv)
     source, out = Path(options.checkpoint), Path(options.out)
-
-    from mhar.errors import InputError
-    from mhar.models.checkpoints import refuse_unsafe
-
-    if out.exists():
-        raise InputError(f"OUT must be a folder that does not exist yet, got {out}")
-    if not (source / "config.json").is_file():
-        raise InputError(f"CHECKPOINT must be the folder of a saved model, found no config.json in {source}")
-    refuse_unsafe(source)
     files = _export(source, out)
     print(f"written   {out}: the checkpoint and {len(files)} files of code, named in config.json's auto_map")
     return 0
 
 
 def _export(source: Path, out: Path) -> list[str]:
-    from mhar.models.export import add_remote_code
+    """Copy what serving needs, add the code, and return the names of its files."""
+    from mhar.conversion.card import CARD
+    from mhar.conversion.checkpoint import CONFIG, INDEX, copy_side_files, weight_files
+    from mhar.conversion.folder import check_target, new_folder
+    from mhar.models.checkpoints import refuse_unsafe
+    from mhar.models.export import add_remote_code, routed_config
 
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        shutil.copytree(source, unfinished)
-        files = add_remote_code(unfinished)
-        unfinished.rename(out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return files
+    routed_config(source)
+    refuse_unsafe(source)
+    weights = weight_files(source)
+    check_target(out, sum((source / name).stat().st_size for name in weights), source)
+    with new_folder(out) as partial:
+        for name in (CONFIG, INDEX, CARD, *weights):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        copy_side_files(source, partial)
+        return add_remote_code(partial)

@@ -7,7 +7,7 @@ from typing import Any
 
 EPILOG = """\
 examples:
-  mhar generate runs/demo/mhar/checkpoint --prompt "It is a truth universally acknowledged"
+  mhar generate runs/demo/mhar/checkpoint-300 --prompt "It is a truth universally acknowledged"
   echo "Once upon a time" | mhar generate ./checkpoint --greedy --max-new-tokens 40
 """
 
@@ -38,11 +38,11 @@ def main(argv: list[str]) -> int:
     _check(options)
     prompt = sys.stdin.read().rstrip("\n") if options.prompt is None else options.prompt
 
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
 
     from mhar.models import MharForCausalLM
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.tokenizer or options.checkpoint)
+    tokenizer = _tokenizer(options.tokenizer or options.checkpoint)
     model: Any = MharForCausalLM.from_pretrained(options.checkpoint)
     model.to(options.device).eval()
     print(prompt, end="", flush=True)
@@ -52,10 +52,12 @@ def main(argv: list[str]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     from mhar.errors import InputError
+    from mhar.models.devices import check_device
+    from mhar.models.export import routed_config
 
     folder = Path(options.checkpoint)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"CHECKPOINT must be the folder of a saved model, found no config.json in {folder}")
+    routed_config(folder)
+    check_device(options.device)
     if options.tokenizer is None and not any(folder.glob("tokenizer*.json")):
         raise InputError(f"{folder} has no tokenizer: name its folder with --tokenizer")
     for name, value, valid in (
@@ -66,6 +68,17 @@ def _check(options: argparse.Namespace) -> None:
         if not valid:
             rule = "in (0, 1]" if name == "--top-p" else "positive"
             raise InputError(f"{name} must be {rule}, got {value}")
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    from mhar.errors import InputError
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:  # what transformers raises for a folder without a usable one
+        raise InputError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
 
 
 def _continue(model: Any, tokenizer: Any, prompt: str, streamer: Any, options: argparse.Namespace) -> None:

@@ -3,9 +3,11 @@
 import argparse
 import importlib.metadata
 import json
+import math
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 EXTRAS = {
     "train": ("tyro", "tensorboard", "datasets", "pyarrow"),
@@ -86,43 +88,75 @@ def triton_state() -> str:
 
 def checkpoint(folder: Path) -> Iterator[Line]:
     """What a folder's config.json and safetensors headers say; no weight is loaded."""
-    from transformers import AutoConfig
-
-    from mhar.errors import InputError
     from mhar.models import MharConfig
 
-    if not (folder / "config.json").is_file():
-        raise InputError(f"CHECKPOINT must be the folder of a saved model, found no config.json in {folder}")
-    config = AutoConfig.from_pretrained(folder)
+    config = configuration(folder)
     routed = isinstance(config, MharConfig)
     yield "model", f"{config.base_model_type} with depth routing" if routed else config.model_type
-    yield "width x layers", f"{config.hidden_size} x {config.num_hidden_layers}"
-    yield "heads / KV heads", f"{config.num_attention_heads} / {config.num_key_value_heads}"
-    yield "vocabulary", f"{config.vocab_size} ({'tied' if config.tie_word_embeddings else 'untied'})"
+    yield from sizes(config.get_text_config())
     yield from parameters(folder)
     if routed:
         yield from routing(config)
     yield "tokenizer", "yes" if any(folder.glob("tokenizer*.json")) else "no"
 
 
+def configuration(folder: Path) -> Any:
+    """The configuration of a saved model; CheckpointError when there is none that transformers can read."""
+    from transformers import AutoConfig
+
+    from mhar.conversion.checkpoint import read_config
+    from mhar.errors import CheckpointError, MharError
+
+    read_config(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except MharError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:  # what transformers raises for fields it cannot use
+        raise CheckpointError(
+            f"{folder / 'config.json'} describes no model that transformers knows: {error}"
+        ) from error
+
+
+def sizes(config: Any) -> Iterator[Line]:
+    """Width, depth, heads and vocabulary, as far as the family has them."""
+    width, layers, heads, vocabulary = (
+        getattr(config, name, "unknown")
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    )
+    yield "width x layers", f"{width} x {layers}"
+    yield "heads / KV heads", f"{heads} / {getattr(config, 'num_key_value_heads', heads)}"
+    yield "vocabulary", f"{vocabulary} ({'tied' if getattr(config, 'tie_word_embeddings', False) else 'untied'})"
+
+
 def parameters(folder: Path) -> Iterator[Line]:
-    """Counts and dtypes of the stored tensors, those of routing apart."""
-    from safetensors import safe_open
+    """Counts and dtypes of the model's stored tensors, those of routing apart."""
+    from mhar.conversion.checkpoint import weight_files
 
     total, routing_total, dtypes = 0, 0, set[str]()
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as tensors:  # pyright: ignore[reportUnknownVariableType]
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                tensor = tensors.get_slice(name)
-                count = 1
-                for size in tensor.get_shape():
-                    count *= size
-                total += count
-                routing_total += count if ".router." in f".{name}" else 0
-                dtypes.add(tensor.get_dtype())
-    yield "parameters", f"{total:,} ({', '.join(sorted(dtypes)) or 'no safetensors files'})"
+    for file in weight_files(folder):
+        for name, shape, dtype in stored_tensors(folder / file):
+            count = math.prod(shape)
+            total += count
+            routing_total += count if ".router." in f".{name}" else 0
+            dtypes.add(dtype)
+    yield "parameters", f"{total:,} ({', '.join(sorted(dtypes))})"
     if routing_total:
         yield "of them routing", f"{routing_total:,} ({routing_total / total:.3%})"
+
+
+def stored_tensors(file: Path) -> list[tuple[str, list[int], str]]:
+    """Name, shape and dtype (of any kind, quantised ones too) of each tensor in a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    from mhar.errors import CheckpointError
+
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+            return [(name, stored.get_shape(), stored.get_dtype()) for name, stored in slices.items()]
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged or cut short: {error}") from error
 
 
 def routing(config: object) -> Iterator[Line]:

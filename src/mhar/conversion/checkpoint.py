@@ -135,17 +135,21 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Contents of config.json."""
-    path = folder / CONFIG
-    if not path.is_file():
+    """Contents of config.json; CheckpointError when there is none, or none that can be read."""
+    if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {CONFIG}")
+    return read_object(folder / CONFIG)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; CheckpointError when it holds something else."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold an object, got {type(config).__name__}")
-    return config
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold an object, got {type(content).__name__}")
+    return content
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -164,7 +168,10 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    return json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    weight_map = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map, which names the file of each tensor")
+    return weight_map
 
 
 def _no_weights(folder: Path) -> str:
@@ -209,10 +216,16 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 def hub_revision(folder: Path) -> str | None:
     """The hub commit of a folder in the hub's cache, or of one downloaded with `hf download --local-dir`."""
-    if folder.resolve().parent.name == "snapshots":
-        return folder.resolve().name
+    path = folder.resolve()
+    if path.parent.name == "snapshots" and is_commit(path.name):
+        return path.name
     record = folder / ".cache" / "huggingface" / "download" / f"{CONFIG}.metadata"
     if not record.is_file():
         return None
     first = record.read_text(encoding="utf-8").splitlines()[:1]
-    return first[0] if first and re.fullmatch(r"[0-9a-f]{40}", first[0]) else None
+    return first[0] if first and is_commit(first[0]) else None
+
+
+def is_commit(name: str) -> bool:
+    """Whether `name` is a commit's full hash."""
+    return re.fullmatch(r"[0-9a-f]{40}", name) is not None

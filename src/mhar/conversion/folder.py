@@ -10,11 +10,14 @@ from pathlib import Path
 from mhar.errors import CheckpointError
 
 
-def check_target(out: Path, num_bytes: int) -> None:
-    """Raise CheckpointError unless `out` is free and its file system has room for `num_bytes`."""
+def check_target(out: Path, num_bytes: int, source: Path | None = None) -> None:
+    """Raise CheckpointError unless `out` is free, outside `source`, and can be made with room for `num_bytes`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"the output folder must not exist or be empty: {out} holds files; name another one")
+    if source is not None and out.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"the output folder must not lie in the checkpoint {source}, got {out}")
     parent = _existing_parent(out)
+    _check_writable(parent, out)
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         leftovers = [str(path) for path in parent.glob(f".{out.name}.*.partial")]
@@ -49,7 +52,15 @@ def new_folder(out: Path) -> Generator[Path]:
 
 
 def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.is_dir())
+    return next(parent for parent in path.absolute().parents if parent.exists())
+
+
+def _check_writable(parent: Path, out: Path) -> None:
+    """Raise CheckpointError unless a folder can be made in `parent`; permissions alone do not tell."""
+    try:
+        Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=parent)).rmdir()
+    except OSError as error:
+        raise CheckpointError(f"the output folder {out} cannot be made in {parent}: {error.strerror}") from error
 
 
 def _umask() -> int:

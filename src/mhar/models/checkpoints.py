@@ -1,7 +1,11 @@
 """Checks of a checkpoint: safetensors only, and every missing or unexpected key is named."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from mhar.errors import CheckpointError, InputError
 
@@ -18,6 +22,15 @@ def refuse_unsafe(folder: Any) -> None:
     raise CheckpointError(
         f"a checkpoint must be in safetensors files (pickled weights can run code); {found} in {path}"
     )
+
+
+@contextmanager
+def damage_named(source: Any) -> Generator[None]:
+    """Turn the error of a file that is no whole safetensors file into a CheckpointError that names `source`."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"a weight file of {source} is damaged or cut short: {error}") from error
 
 
 def check_keys(source: Any, info: dict[str, Any], ignored: str | None = None) -> None:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from mhar.errors import InputError
-from mhar.models.checkpoints import check_keys, check_one_device, refuse_unsafe
+from mhar.models.checkpoints import check_keys, check_one_device, damage_named, refuse_unsafe
 from mhar.models.compat import cache_argument, either_cache, register_expert_layout
 from mhar.models.configuration import MharConfig
 from mhar.models.families import base_model_class
@@ -53,12 +53,13 @@ class MharPreTrainedModel(PreTrainedModel):
             args, kwargs: as in transformers.
 
         Raises:
-            CheckpointError: no safetensors file, or (strict) missing or unexpected keys, all listed.
+            CheckpointError: no safetensors file, a damaged one, or (strict) missing or unexpected keys, all listed.
         """
         refuse_unsafe(pretrained_model_name_or_path)
         with_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        with damage_named(pretrained_model_name_or_path):
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model, info = loaded
         check_one_device(model)
         if strict:

@@ -48,20 +48,31 @@ def add_remote_code(folder: str | Path) -> list[str]:
         CheckpointError: the folder has no config.json of a routed model.
     """
     folder = Path(folder)
-    file = folder / "config.json"
-    values = json.loads(file.read_text()) if file.is_file() else {}
-    if values.get("model_type") != "mhar":
-        raise CheckpointError(
-            f"code can be added to the folder of a saved routed model (model_type 'mhar'),"
-            f" got {values.get('model_type', 'no config.json')!r} in {folder}"
-        )
+    values = routed_config(folder)
     sources = remote_code()
     for name, text in sources.items():
         (folder / name).write_text(text)
-    temporary = file.with_suffix(".tmp")
+    file, temporary = folder / "config.json", folder / "config.tmp"
     temporary.write_text(json.dumps(values | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n")
     temporary.replace(file)
     return sorted(sources)
+
+
+def routed_config(folder: Path) -> dict[str, Any]:
+    """Contents of the config.json of a saved routed model; CheckpointError for any other folder."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"this must be the folder of a saved routed model, found no config.json in {folder}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    if model_type != "mhar":
+        raise CheckpointError(
+            f"this must be the folder of a saved routed model (model_type 'mhar'), got {model_type!r} in {folder}"
+        )
+    return values
 
 
 def remote_code() -> dict[str, str]:
