@@ -291,3 +291,10 @@ def test_a_truncated_checkpoint(data, tmp_path, capsys):
 def test_a_checkpoint_that_is_not_there(data, tmp_path, capsys):
     assert main(["evaluate", str(tmp_path / "nowhere"), "--data", str(data), "--tasks", "piqa"]) == 2
     assert "cannot be loaded as a causal language model" in capsys.readouterr().err
+
+
+def test_local_rows_may_hold_any_line_separator_and_blank_lines(tmp_path):
+    row = {"text": "one\u2028two\u0085three"}
+    line = json.dumps(row, ensure_ascii=False)
+    (tmp_path / "lambada_openai.jsonl").write_text(f"{line}\n\n{line}\r\n", encoding="utf-8")
+    assert loader.rows(tmp_path, "lambada_openai.jsonl") == [row, row]

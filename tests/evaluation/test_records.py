@@ -1,6 +1,7 @@
 """Evaluation folders: what is written is read back, and damage is named."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,14 @@ def folder(tmp_path):
 
 def test_round_trip(tmp_path):
     before = evaluation("modèle", {"piqa": records([1, 0, 1]), "arc_easy": records([0.0] * 4, weights=[1, 2, 3, 4])})
+    save(before, tmp_path)
+    assert load(tmp_path) == before
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085", "\x1c", "\r", "\n"])
+def test_texts_may_hold_any_line_separator(tmp_path, separator):
+    [item] = records([1])
+    before = evaluation("a", {"gsm8k": [replace(item, target=f"a{separator}b", answer=f"{separator}c")]})
     save(before, tmp_path)
     assert load(tmp_path) == before
 

@@ -141,7 +141,8 @@ def _read_records(folder: Path, task: str, entry: dict[str, Any]) -> tuple[Recor
             f"{path} is truncated or was altered: {lines} lines where {entry['count']} were written,"
             f" SHA-256 {_sha256(raw)[:12]} where {entry['sha256'][:12]} was recorded"
         )
-    return tuple(Record(**json.loads(line)) for line in raw.decode().splitlines())
+    # Not splitlines(): texts may hold U+2028 and other characters that it takes for line ends.
+    return tuple(Record(**json.loads(line)) for line in raw.decode().split("\n") if line)
 
 
 def hash_text(text: str) -> str:

@@ -35,7 +35,10 @@ def read_text(folder: str | Path, stem: str) -> str:
 def rows(folder: str | Path, stem: str) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file."""
     found: list[dict[str, Any]] = []
-    for number, line in enumerate(read_text(folder, stem).splitlines(), start=1):
+    # Not splitlines(): texts may hold U+2028 and other characters that it takes for line ends.
+    for number, line in enumerate(read_text(folder, stem).split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError as error:
