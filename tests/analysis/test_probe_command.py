@@ -118,6 +118,16 @@ def test_effects_are_those_of_a_changed_model():
     assert effect.n == 5
 
 
+def test_freezing_some_sites_is_freezing_them_alone():
+    model = tiny_routed("mhar", scale=1.0)
+    batches = [torch.randint(1, 300, (4, 12))]
+    names = ["freeze", "freeze@final", "freeze@4", "freeze@0,layers.0.mlp,layers.1.attn,3,final"]
+    assert intervention.parse_all(model, names) == names
+    whole, final, by_index, every = intervention.effects(model, batches, names)
+    assert final.intervention == "freeze@final"
+    assert final.loss_change == by_index.loss_change != whole.loss_change == every.loss_change
+
+
 def test_freezing_costs_nothing_where_routing_does_not_depend_on_the_input():
     model = tiny_routed("mhar", scale=0.0)
     [effect] = intervention.effects(model, [torch.randint(1, 300, (4, 12))], ["freeze"])
@@ -143,6 +153,9 @@ def test_a_loss_needs_sequences():
         (["--intervene=uniform@layers.7.mlp"], "no routed site 'layers.7.mlp'"),
         (["--intervene=remove_source:block.3"], "no source 'block.3'"),
         (["--intervene=remove_head:2"], "an index below 2, got 2"),
+        (["--intervene=freeze@layers.7.mlp"], "no routed site 'layers.7.mlp'"),
+        (["--intervene=freeze@9"], "no routed site 9"),
+        (["--intervene=one_hot:layers.1.mlp@layers.0.mlp"], "layers.0.mlp does not see the source 'layers.1.mlp'"),
         (["--intervene=unifrom"], "did you mean 'uniform'"),
         (["--context=4096"], "must fill one window of 4096 tokens"),
         (["--sequences=0"], "num_sequences must be a positive integer, got 0"),

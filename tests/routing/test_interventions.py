@@ -208,6 +208,9 @@ def test_observing_changes_no_bit(backend, sublayers, x):
         (remove_source("embeding"), r"no source 'embeding'; did you mean 'embedding'"),
         (one_hot("layers.2.mlp"), None),
         (one_hot("layers.9.mlp"), "no source 'layers.9.mlp'"),
+        (only_at([1, 6], one_hot("layers.2.mlp")), "site layers.0.mlp does not see the source 'layers.2.mlp'; it sees"),
+        (only_at(["layers.0.attn"], remove_source("layers.0.mlp")), "layers.0.attn does not see"),
+        (only_at(["final"], one_hot("layers.2.mlp")), None),
         (remove_head(3), "a routing head must be an index below 3, got 3"),
         (swap_heads(0, -1), "an index below 3, got -1"),
     ],
@@ -244,6 +247,14 @@ def test_a_site_without_sources_is_no_routed_site():
 def test_spelling_round_trips(text):
     name = parse(text).name
     assert name == ("remove_site@layers.1.attn" if text.startswith("remove_site") else text)
+
+
+@pytest.mark.parametrize("text, site", [("uniform@6", 6), ("uniform@layers.0.mlp,6", 6), ("remove_site:6", 6)])
+def test_sites_may_be_given_by_index(text, site):
+    change = parse(text)
+    assert change.sites[-1] == site
+    with make_router().intervene(change):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What an intervention costs: loss change of every sequence, with a paired interval."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from mhar.analysis.probe import find_router
 from mhar.analysis.routing_map import RoutingMap
 from mhar.errors import InputError
 from mhar.evaluation.statistics import NARROW_NOTE, format_interval, paired_bootstrap
-from mhar.routing.interventions import Change, freeze, parse
+from mhar.routing.interventions import Change, freeze, only_at, parse, parse_sites
 
 FREEZE = "freeze"
 
@@ -38,17 +38,25 @@ class InterventionEffect:
 
 
 def parse_all(model: nn.Module, texts: Sequence[str]) -> list[Change | str]:
-    """Interventions from text, checked against the model; "freeze" is made later, from the routing it records.
+    """Interventions from text, checked against the model; "freeze[@SITE...]" is made later, from recorded routing.
 
     Raises:
         InputError, ConfigurationError: an unknown intervention, or a site, source or head that does not exist.
     """
     router = find_router(model)
-    changes: list[Change | str] = [FREEZE if text == FREEZE else parse(text) for text in texts]
-    for change in changes:
-        if isinstance(change, Change):
-            change.check(router.plan, router.num_heads)
+    changes: list[Change | str] = []
+    for text in texts:
+        is_freeze = text.partition("@")[0] == FREEZE
+        change = _frozen(text, {}) if is_freeze else parse(text)
+        change.check(router.plan, router.num_heads)
+        changes.append(text if is_freeze else change)
     return changes
+
+
+def _frozen(text: str, means: Mapping[str, Tensor]) -> Change:
+    """The change that "freeze[@SITE...]" stands for, given token means of the weights by site."""
+    _, at, sites = text.partition("@")
+    return only_at(parse_sites(sites), freeze(means)) if at else freeze(means)
 
 
 @torch.inference_mode()
@@ -76,9 +84,10 @@ def effects(
     recorded = RoutingMap()
     with router.observe(recorded):
         before = sequence_losses(model, batches)
+    means = {name: recorded.mean(name) for name in recorded.sums}
     found: list[InterventionEffect] = []
     for change in changes:
-        active = freeze({name: recorded.mean(name) for name in recorded.sums}) if isinstance(change, str) else change
+        active = _frozen(change, means) if isinstance(change, str) else change
         with router.intervene(active):
             after = sequence_losses(model, batches)
         name = change if isinstance(change, str) else change.name

@@ -9,7 +9,8 @@ EPILOG = """examples:
   mhar probe MODEL --data prepared/ --intervene uniform --intervene remove_source:embedding@final
 
 interventions: uniform, one_hot:SOURCE, remove_source:SOURCE, remove_head:H, remove_site:SITE, swap_heads:A,B, freeze
-(routing replaced by its token means); each may end in @SITE[,SITE...]. docs/probe.md defines every quantity."""
+(routing replaced by its token means); each may end in @SITE[,SITE...], names or indices. docs/probe.md
+defines every quantity."""
 
 
 def parser() -> argparse.ArgumentParser:

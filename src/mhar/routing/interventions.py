@@ -36,11 +36,16 @@ class Change:
     sites: tuple[int | str, ...] | None = None
 
     def __call__(self, site: SitePlan, weights: Tensor) -> Tensor:
-        applies = self.sites is None or site.index in self.sites or site.name in self.sites
-        return self.function(site, weights) if applies else weights
+        return self.function(site, weights) if self.sites is None or self._names(site) else weights
+
+    def _names(self, site: SitePlan) -> bool:
+        return self.sites is not None and (site.index in self.sites or site.name in self.sites)
 
     def check(self, plan: Sequence[SitePlan], num_heads: int) -> None:
-        """Raise InputError for a site, source or head that the router does not have."""
+        """Raise InputError for a site, source or head that the router does not have.
+
+        A source must also be visible at every site that is named, where the change would do nothing otherwise.
+        """
         names = [site.name for site in plan if site.source_names]
         for site in self.sites or ():
             known = site in names if isinstance(site, str) else 0 <= site < len(plan) and bool(plan[site].source_names)
@@ -50,6 +55,12 @@ class Change:
         for source in self.sources:
             if source not in every:
                 raise InputError(f"{self.name}: no source {source!r}{nearest(source, every)}")
+            for site in plan:
+                if self._names(site) and source not in site.source_names:
+                    raise InputError(
+                        f"{self.name}: site {site.name} does not see the source {source!r};"
+                        f" it sees {', '.join(site.source_names)}"
+                    )
         for head in self.heads:
             if not 0 <= head < num_heads:
                 raise InputError(f"{self.name}: a routing head must be an index below {num_heads}, got {head}")
@@ -160,18 +171,27 @@ def _pair(text: str, name: str) -> tuple[int, int]:
     return _index(parts[0], name), _index(parts[1], name)
 
 
+def _site(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def parse_sites(text: str) -> tuple[int | str, ...]:
+    """`SITE[,SITE...]`: names, or indices where a site is a number."""
+    return tuple(_site(site) for site in text.split(","))
+
+
 PARSERS: dict[str, Callable[[str], Change]] = {
     "uniform": lambda argument: uniform(),
     "one_hot": one_hot,
     "remove_source": remove_source,
     "remove_head": lambda argument: remove_head(_index(argument, "remove_head")),
-    "remove_site": remove_site,
+    "remove_site": lambda argument: remove_site(_site(argument)),
     "swap_heads": lambda argument: swap_heads(*_pair(argument, "swap_heads")),
 }
 
 
 def parse(text: str) -> Change:
-    """An intervention from its name in tables: `NAME[:ARGUMENT][@SITE[,SITE...]]`.
+    """An intervention from its name in tables: `NAME[:ARGUMENT][@SITE[,SITE...]]`, sites by name or index.
 
     >>> parse("remove_source:embedding@layers.3.mlp,final").name
     'remove_source:embedding@layers.3.mlp,final'
@@ -191,4 +211,4 @@ def parse(text: str) -> Change:
         return change
     if name == "remove_site":
         raise InputError(f"remove_site names its site as its argument, got {text!r}")
-    return only_at(sites.split(","), change)
+    return only_at(parse_sites(sites), change)
