@@ -11,7 +11,7 @@ from mhar.ops import depth_read, depth_read_reference
 
 
 def loops(sources, query, gain, num_heads, eps):
-    """The equation of method.md, one scalar at a time: an independent oracle for tiny inputs."""
+    """The equation of docs/method.md, one scalar at a time: an independent oracle for tiny inputs."""
     count, tokens, width = sources.shape
     size = width // num_heads
     out = torch.zeros(tokens, width, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_zero_query_gives_the_mean():
 
 
 def test_statistic_spans_the_full_width():
-    """Trap 1 of method.md: normalising after the head split is another function."""
+    """Trap 1 of docs/method.md: normalising after the head split is another function."""
     sources, query, gain = draw(3, 2, 8)
     whole = depth_read(sources, query, gain, num_heads=2)
     per_head = torch.cat(

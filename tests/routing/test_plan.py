@@ -1,4 +1,4 @@
-"""The visibility rules of method.md, written out for small models."""
+"""The visibility rules of docs/method.md, written out for small models."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_add_block_delta_appears_at_the_second_site_of_the_next_block():
 
 
 def test_eight_blocks_of_four_layers_have_at_most_nine_sources():
-    """method.md: the last block is never a source."""
+    """docs/method.md: the last block is never a source."""
     assert max(map(len, names("delta_block_mhar", 32))) == 9
 
 

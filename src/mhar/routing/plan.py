@@ -48,7 +48,7 @@ def site_name(index: int, num_sites: int) -> str:
 
 
 def routing_plan(config: RoutingConfig, num_sites: int) -> tuple[SitePlan, ...]:
-    """The sites of a model with `num_sites` reads: one before each sublayer and one at the end (method.md).
+    """The sites of a model with `num_sites` reads: one before each sublayer and one at the end (docs/method.md).
 
     Raises:
         ConfigurationError: a count that is not positive, or blocks larger than the model.

@@ -19,7 +19,7 @@ from mhar.routing.plan import SitePlan, routing_plan
 
 
 class DepthRouter(nn.Module):
-    """Multi-head depth routing for any model (method.md; Luo, Cai, Hu, arXiv 2607.27230).
+    """Multi-head depth routing for any model (docs/method.md; Luo, Cai, Hu, arXiv 2607.27230).
 
     Args:
         num_sites: reads of one forward pass: one before each sublayer plus the final one (2L + 1 for L layers).
