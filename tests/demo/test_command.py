@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mhar.cli import main
+from mhar.demo.folder import new_folder
 from mhar.demo.metrics import read_metrics
 from mhar.demo.settings import VARIANTS
 
@@ -42,6 +44,11 @@ def test_progress_shows_loss_speed_and_time_left(tmp_path, capfd):
         (["--preset", "smal"], "unknown preset 'smal'; did you mean 'small'"),
         (["--steps", "0"], "steps must be a positive integer, got 0"),
         (["--device", "gpu"], "device 'gpu' cannot be used here"),
+        (["--device", "meta"], "device 'meta' cannot be used here"),
+        (
+            ["--seed", "99999999999999999999"],
+            "seed must be an integer from 0 to 4294967295, got 99999999999999999999",
+        ),
     ],
 )
 def test_wrong_options_are_named(options, message, tmp_path, capsys):
@@ -60,6 +67,39 @@ def test_an_occupied_folder_is_refused_resumed_or_overwritten(finished, tmp_path
     assert demo("--output", output, "--resume") == 0
     assert demo("--steps", 2, "--output", output, "--overwrite") == 0
     assert read_metrics(output / "mhar" / "metrics.jsonl")[-1]["step"] == 2
+
+
+def test_overwrite_leaves_the_users_own_files(finished, tmp_path):
+    stored = shutil.copytree(finished.folder, tmp_path / "stored")
+    own = [stored / name for name in ("my_notes.txt", "mydata/numbers.csv", "mhar/notes.txt", "tokenizer/mine.json")]
+    for file in own:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    link = tmp_path / "link"
+    link.symlink_to(stored)
+    new_folder(link, finished.settings, overwrite=True)
+    assert link.is_symlink()
+    left = {file for file in stored.rglob("*") if file.is_file()}
+    assert left == {*own, stored / "run.yaml"}
+    assert not (stored / "baseline").exists()
+
+
+@pytest.mark.parametrize("place", ["file/run", "/proc/run"])
+def test_an_output_that_cannot_be_made_is_named(place, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert demo("--output", tmp_path / place) == 2
+    assert f"the output folder {tmp_path / place} cannot be written" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_folder_is_made_says_so(tmp_path, capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mhar.demo.folder.new_folder", interrupted)
+    assert demo("--output", tmp_path / "run") == 130
+    printed = capsys.readouterr().out
+    assert "nothing was written yet" in printed
+    assert "--resume" not in printed
 
 
 @pytest.mark.resume

@@ -31,7 +31,7 @@ def test_an_unknown_preset_suggests_the_nearest():
     [
         ("steps", 0, "steps must be a positive integer, got 0"),
         ("steps", -3, "steps must be a positive integer, got -3"),
-        ("seed", -1, "seed must be an integer >= 0, got -1"),
+        ("seed", -1, "seed must be an integer from 0 to 4294967295, got -1"),
         ("learning_rate", math.nan, "learning_rate must be a positive number, got nan"),
     ],
 )

@@ -6,18 +6,44 @@ from pathlib import Path
 from typing import Any
 
 from mhar import runfile
-from mhar.demo.settings import DemoSettings
+from mhar.demo.settings import VARIANTS, DemoSettings
 from mhar.errors import InputError
 
 CONFIG = "run.yaml"
+
+# Everything that a run writes; the configuration comes last, so that a removal cut short still leaves a run's folder.
+SHARED_FILES = (
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+    "tokenizer/special_tokens_map.json",
+    "table.txt",
+    "comparison.json",
+    "report.html",
+)
+VARIANT_FILES = (
+    "metrics.jsonl",
+    "summary.json",
+    "routing.json",
+    "sample.txt",
+    "checkpoint-*",
+    ".checkpoint-*.partial",
+)
+WRITTEN = (
+    *(f"{variant}/{name}" for variant in VARIANTS for name in VARIANT_FILES),
+    *SHARED_FILES,
+    CONFIG,
+)
 
 
 def new_folder(folder: Path, settings: DemoSettings, *, overwrite: bool = False) -> DemoSettings:
     """Make `folder` for a new run and write its configuration there.
 
+    Args:
+        overwrite: remove the files of the run that `folder` holds; all other files in it stay.
+
     Raises:
-        InputError: the folder is not empty and `overwrite` is not set, or it holds something other than a demo run
-            (which is never removed).
+        InputError: the folder is not empty and `overwrite` is not set, it holds something other than a demo run
+            (which is never removed), or it cannot be written.
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"the output must be a folder, got the file {folder}")
@@ -30,10 +56,27 @@ def new_folder(folder: Path, settings: DemoSettings, *, overwrite: bool = False)
                 " or choose another --output"
             )
         runfile.load(DemoSettings, folder / CONFIG)  # refuses the folder of another command
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    runfile.save(settings, folder / CONFIG)
+        remove_run(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        runfile.save(settings, folder / CONFIG)
+    except OSError as error:
+        raise InputError(f"the output folder {folder} cannot be written: {error.strerror}") from error
     return settings
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what a run wrote in `folder`, and its subfolders where nothing else is in them."""
+    for pattern in WRITTEN:
+        for path in folder.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    for name in ("tokenizer", *VARIANTS):
+        subfolder = folder / name
+        if subfolder.is_dir() and not any(subfolder.iterdir()):
+            subfolder.rmdir()
 
 
 def resumed_settings(folder: Path, given: Mapping[str, Any]) -> DemoSettings:

@@ -9,6 +9,7 @@ from mhar.routing.config import check_count
 
 VARIANTS = ("baseline", "attention_residuals", "mhar")
 BASELINE = VARIANTS[0]
+MAX_SEED = 2**32 - 1  # the token order multiplies it within 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,8 @@ class DemoSettings:
             check_count(name, getattr(self, name))
         if not math.isfinite(self.learning_rate) or self.learning_rate <= 0:
             raise ConfigurationError(f"learning_rate must be a positive number, got {self.learning_rate!r}")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ConfigurationError(f"seed must be an integer >= 0, got {self.seed!r}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise ConfigurationError(f"seed must be an integer from 0 to {MAX_SEED}, got {self.seed!r}")
 
     @property
     def tokens_per_step(self) -> int:
