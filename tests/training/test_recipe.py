@@ -23,7 +23,7 @@ from mhar.data.packing import PackedWindows
 from mhar.data.shards import PreparedSplit
 from mhar.errors import CheckpointError, ConfigurationError, InputError
 from mhar.training.checkpoint import Checkpoints, steps_in
-from mhar.training.config import RunConfig
+from mhar.training.config import ModelSection, RunConfig
 from mhar.training.model import build_model
 from mhar.training.recipe import DivergenceError, Run, train
 from mhar.training.validation import Validation
@@ -304,6 +304,8 @@ def test_a_nan_stops_before_it_reaches_the_weights(data: Path, tmp_path: Path, m
         ({"seed": 1}, "seed"),
         ({"steps": 11}, "steps"),
         ({"data": {"sequence_length": 16}}, "data.sequence_length"),
+        ({"parallel": {"dtype": "bfloat16"}}, "parallel.dtype"),
+        ({"eval": {"every": 4, "max_tokens": 480}}, "eval.max_tokens"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(data: Path, tmp_path: Path, sections: Any, name: str) -> None:
@@ -311,6 +313,40 @@ def test_a_checkpoint_of_another_run_is_refused(data: Path, tmp_path: Path, sect
     changed = tiny_config(data, tmp_path / "run", **{"steps": 3, "eval": {"every": None}, **sections})
     with pytest.raises(CheckpointError, match=f"step-3 belongs to another run: it differs in .*{name}"):
         train(changed)
+
+
+def test_data_is_known_by_its_content(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, count in (("data", 200), ("other", 300)):
+        (tmp_path / name).mkdir()
+        prepared_text(tmp_path / name / "prepared", count)
+    folder = tmp_path / "data/prepared"
+    config = tiny_config(folder, tmp_path / "run", steps=3)
+    train(config)
+    (config.out / "summary.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert train(tiny_config(Path("data/prepared"), config.out, steps=3))["steps"] == 3
+    validated = tiny_config(folder, config.out, steps=3, data={"val": "other/prepared"})
+    with pytest.raises(CheckpointError, match=r"differs in data\.val"):
+        train(validated)
+    folder.rename(tmp_path / "before")
+    (tmp_path / "other/prepared").rename(folder)
+    with pytest.raises(CheckpointError, match=r"differs in data\.train"):
+        train(config)
+
+
+def test_a_checkpoint_to_start_from_is_known_by_its_content(data: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        train(tiny_config(data, tmp_path / f"base{seed}", steps=3, seed=seed))
+    start = tmp_path / "base0/final"
+    config = tiny_config(data, tmp_path / "run", steps=3)
+    config = replace(config, model=ModelSection(init_from=str(start)))
+    train(config)
+    start.rename(tmp_path / "moved")
+    (tmp_path / "base1/final").rename(start)
+    with pytest.raises(CheckpointError, match=r"differs in model\.init_from"):
+        train(config)
+    moved = replace(config, model=ModelSection(init_from=str(tmp_path / "moved")))
+    assert train(moved)["stopped"] == "finished"
 
 
 def test_what_does_not_decide_the_numbers_may_change(data: Path, tmp_path: Path) -> None:

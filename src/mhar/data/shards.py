@@ -61,6 +61,11 @@ class Manifest:
         """UTF-8 bytes of the texts of a split."""
         return sum(shard.text_bytes for shard in self.splits.get(split, ()))
 
+    def fingerprint(self, split: str) -> str:
+        """Identifies the tokens of a split, wherever its folder lies: a hash of its shards' hashes."""
+        shards = [shard.sha256 for shard in self.splits.get(split, ())]
+        return _sha256(json.dumps([self.dtype, self.tokenizer.fingerprint, shards]).encode())
+
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest of a prepared folder; InputError when there is none or it cannot be read."""
@@ -170,8 +175,7 @@ class PreparedSplit:
         """InputError that names the first shard whose content is not what was written."""
         for shard in self.shards:
             for path, expected in ((self._bin(shard), shard.sha256), (self._idx(shard), shard.index_sha256)):
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = sha256_of(path)
                 if found != expected:
                     raise InputError(f"{path} was altered: SHA-256 {found}, the manifest says {expected}")
 
@@ -194,6 +198,12 @@ def _npy(array: NDArray[Any]) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array)
     return buffer.getvalue()
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sha256(content: bytes) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints of a run: sharded, saved in the background, whole or absent, and pruned by rule."""
 
+import hashlib
 import json
 import shutil
 from concurrent import futures
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from mhar import runfile
+from mhar.data.shards import read_manifest, sha256_of
 from mhar.errors import CheckpointError
 from mhar.training.config import CheckpointSection, RunConfig
 from mhar.training.distributed import World
@@ -24,10 +26,12 @@ STATE = "state.json"
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 FAILURES = (Exception, CheckpointException)  # the latter is a BaseException
 # What decides the numbers of a run: a checkpoint continues only a run that agrees in all of it.
-DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "steps", "batch_size", "ema")
+DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "steps", "batch_size", "ema", "parallel", "eval")
 FREE = {
-    "data": ("workers", "verify", "val", "tokenizer"),
+    "data": ("workers", "verify", "tokenizer"),
     "model": ("backend", "activation_checkpointing", "attention"),
+    "parallel": ("mode", "shard", "reshard", "device", "compile", "compile_mode", "deterministic"),
+    "eval": ("every", "tail", "batch_size"),
 }
 
 
@@ -40,7 +44,7 @@ class Checkpoints:
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self.folder, self.options, self.world = config.out / "checkpoints", config.checkpoint, world
-        self.identity = identity(config)
+        self.identity = world.from_main(lambda: identity(config))
         self._pending: tuple[Path, Future[Any]] | None = None
         if world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +114,7 @@ class Checkpoints:
         source = self.folder / f"step-{step}"
         try:
             found = json.loads((source / STATE).read_text(encoding="utf-8"))["run"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{source}: {STATE} cannot be read: {error}") from error
         if found != self.identity:
             different = ", ".join(_differences(found, self.identity))
@@ -169,11 +173,26 @@ def prunable(steps: list[int], options: CheckpointSection) -> list[int]:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """The part of a run's configuration that decides its numbers."""
+    """The part of a run's configuration that decides its numbers; data and checkpoint by content, not by path."""
     values = {name: value for name, value in runfile.to_mapping(config).items() if name in DECISIVE}
     for section, names in FREE.items():
         values[section] = {name: value for name, value in values[section].items() if name not in names}
+    values["data"]["train"] = [read_manifest(folder).fingerprint("train") for folder in config.data.train]
+    values["data"]["val"] = read_manifest(config.data.val or config.data.train[0]).fingerprint("val")
+    if config.model.init_from is not None:
+        values["model"]["init_from"] = _checkpoint_fingerprint(config.model.init_from)
     return values
+
+
+def _checkpoint_fingerprint(name: str) -> str:
+    """The name of a checkpoint of the hub, or the hash of a local one's configuration and weights."""
+    files = sorted(path for path in Path(name).glob("*") if path.suffix in (".json", ".safetensors", ".bin"))
+    if not files:
+        return name
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name} {sha256_of(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def _reason(error: BaseException) -> str:

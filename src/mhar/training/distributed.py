@@ -1,10 +1,10 @@
 """Processes, devices, and how a model is spread over them: one process, DDP, FSDP2 or HSDP."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mhar.errors import ConfigurationError
 from mhar.training.config import ParallelSection
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,13 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor.tolist()
+
+    def from_main(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns on the first rank, on every rank."""
+        values = [compute() if self.is_main else None]
+        if self.size > 1:
+            dist.broadcast_object_list(values, 0, self.save_group)
+        return cast(T, values[0])
 
 
 @contextmanager
