@@ -59,6 +59,24 @@ def test_the_command_writes_table_values_and_map(checkpoint, novel, tmp_path, ca
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 0
 
 
+def test_a_folder_holds_one_probe(checkpoint, novel, tmp_path, capsys):
+    assert probe(checkpoint, novel, tmp_path, "--intervene=uniform", "--table=first.csv") == 0
+    before = (tmp_path / "probe.json").read_bytes()
+    (tmp_path / "notes.txt").write_text("not the probe's")
+    assert probe(checkpoint, novel, tmp_path) == 2
+    assert "already holds probe.json, routing.json, interventions.json: choose --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "probe.json").read_bytes() == before
+    assert probe(checkpoint, novel, tmp_path, "--overwrite", "--seed=1") == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["notes.txt", "probe.csv", "probe.json", "routing.json"]
+
+
+def test_a_probes_output_is_checked_before_the_model_is_loaded(novel, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert probe(tmp_path / "no-model", novel, tmp_path / "file" / "out") == 2
+    assert f"cannot be made: {tmp_path / 'file'} is a file" in capsys.readouterr().err
+
+
 def test_the_table_as_parquet(checkpoint, novel, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     assert probe(checkpoint, novel, tmp_path, "--table", "probe.parquet") == 0
@@ -158,6 +176,10 @@ def test_a_loss_needs_sequences():
         (["--intervene=one_hot:layers.1.mlp@layers.0.mlp"], "layers.0.mlp does not see the source 'layers.1.mlp'"),
         (["--intervene=unifrom"], "did you mean 'uniform'"),
         (["--context=4096"], "must fill one window of 4096 tokens"),
+        (["--context=1"], "context must be at least 2 tokens, the last of which is predicted, got 1"),
+        (["--slices=3"], "--slices cuts the query of a single routing head, this model has 2 heads"),
+        (["--seed=-1"], "seed must not be negative, got -1"),
+        (["--table=sub/probe.csv"], "must be .csv or .parquet, got sub/probe.csv"),
         (["--sequences=0"], "num_sequences must be a positive integer, got 0"),
         (["--table=probe.xlsx"], "must be .csv or .parquet, got probe.xlsx"),
         (["--device=cuda:77"], "device 'cuda:77' cannot be used"),

@@ -17,6 +17,8 @@ from mhar.routing.hooks import SiteRead
 from mhar.routing.plan import NULL, PARTIAL
 from mhar.routing.router import DepthRouter
 
+DEFAULT_SLICES = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSettings:
@@ -30,7 +32,7 @@ class ProbeSettings:
         seed: of the random queries.
     """
 
-    num_slices: int = 4
+    num_slices: int = DEFAULT_SLICES
     num_null_queries: int = 1
     token_stride: int = 8
     seed: int = 0
@@ -39,6 +41,8 @@ class ProbeSettings:
         for name in ("num_slices", "num_null_queries", "token_stride"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be a positive integer, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise InputError(f"seed must not be negative, got {self.seed}")
 
 
 @dataclass(slots=True)

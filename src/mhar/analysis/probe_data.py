@@ -26,7 +26,9 @@ def token_batches(
     Raises:
         InputError: an empty data set, one shorter than a window, or text for a model without a tokenizer.
     """
-    for name, value in (("context", context), ("batch_size", batch_size), ("num_sequences", num_sequences)):
+    if context < 2:
+        raise InputError(f"context must be at least 2 tokens, the last of which is predicted, got {context}")
+    for name, value in (("batch_size", batch_size), ("num_sequences", num_sequences)):
         if value < 1:
             raise InputError(f"{name} must be a positive integer, got {value}")
     stream = _prepared(data, split) if (data / MANIFEST).is_file() else _text(data, tokenizer, context * num_sequences)

@@ -32,10 +32,13 @@ def main(argv: list[str]) -> int:
 
     from mhar.errors import InputError
     from mhar.evaluation import compare, records
+    from mhar.evaluation.outputs import check_folder
     from mhar.runfile import write_atomically
 
     if not 0 < arguments.confidence < 1:
         raise InputError(f"confidence must lie between 0 and 1, got {arguments.confidence}")
+    if arguments.output is not None:
+        check_folder(arguments.output)
     comparison = compare.compare(
         [records.load(folder) for folder in arguments.evaluations],
         all_metrics=arguments.all_metrics,

@@ -78,6 +78,7 @@ def _run(arguments: argparse.Namespace, names: list[str], output: Path) -> None:
 
     from mhar.evaluation import harness, heldout, records
     from mhar.evaluation.loading import load_model
+    from mhar.evaluation.outputs import check_folder
 
     settings = harness.HarnessSettings(
         data=Path(arguments.data) if arguments.data else None,
@@ -96,6 +97,7 @@ def _run(arguments: argparse.Namespace, names: list[str], output: Path) -> None:
         max_tokens=arguments.max_tokens,
     )
     specs = harness.resolve(names, settings) if names else []
+    check_folder(output)
     earlier = _earlier(output, arguments.resume, arguments.overwrite)
     loaded = load_model(arguments.model, revision=arguments.revision, device=arguments.device, dtype=arguments.dtype)
     evaluation = harness.empty_evaluation(loaded, settings)

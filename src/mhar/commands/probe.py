@@ -22,10 +22,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--data", type=Path, required=True, help="prepared folder, or text files")
     options.add_argument("--split", default="val", help="of a prepared folder")
     options.add_argument("--output", type=Path, help="folder for the results (default: probes/MODEL)")
+    options.add_argument("--overwrite", action="store_true", help="replace the probe that --output holds")
     options.add_argument("--context", type=int, default=256, help="tokens of a sequence")
     options.add_argument("--sequences", type=int, default=64, help="sequences at most")
     options.add_argument("--batch-size", type=int, default=8)
-    options.add_argument("--slices", type=int, default=4, help="slices of a single-head query")
+    options.add_argument("--slices", type=int, help="slices of a single-head query (default: 4)")
     options.add_argument("--null-queries", type=int, default=1, help="random queries of matched norm, averaged")
     options.add_argument("--token-stride", type=int, default=8, help="all but mean weights on every n-th token")
     options.add_argument("--seed", type=int, default=0)
@@ -56,21 +57,28 @@ def _run(arguments: argparse.Namespace, output: Path) -> None:
 
     from tqdm import tqdm
 
-    from mhar.analysis import intervention, probe_result
-    from mhar.analysis.probe import Probe, ProbeSettings, find_router, observe_all
+    from mhar.analysis import intervention, probe_folder, probe_result
+    from mhar.analysis.probe import DEFAULT_SLICES, Probe, ProbeSettings, find_router, observe_all
     from mhar.analysis.probe_data import token_batches
+    from mhar.errors import InputError
     from mhar.evaluation.harness import versions
     from mhar.evaluation.loading import load_model
     from mhar.runfile import write_atomically
 
+    probe_folder.check(output, arguments.table, overwrite=arguments.overwrite)
     loaded = load_model(arguments.model, revision=arguments.revision, device=arguments.device, dtype=arguments.dtype)
+    router = find_router(loaded.model)
+    if arguments.slices is not None and router.num_heads > 1:
+        raise InputError(
+            f"--slices cuts the query of a single routing head, this model has {router.num_heads} heads: leave it out"
+        )
     settings = ProbeSettings(
-        num_slices=arguments.slices,
+        num_slices=DEFAULT_SLICES if arguments.slices is None else arguments.slices,
         num_null_queries=arguments.null_queries,
         token_stride=arguments.token_stride,
         seed=arguments.seed,
     )
-    probe = Probe(find_router(loaded.model), settings)
+    probe = Probe(router, settings)
     changes = intervention.parse_all(loaded.model, arguments.intervene)
     batches = list(
         token_batches(
@@ -86,16 +94,18 @@ def _run(arguments: argparse.Namespace, output: Path) -> None:
     result = probe.result()
     rows, routing = result.pop("rows"), result.pop("routing")
     data = {"path": str(arguments.data), "context": arguments.context, "sequences": sum(map(len, batches))}
+    source = {"model": loaded.info, "data": data}
+    content = {"format_version": 1, **source, "versions": versions(), "table": arguments.table, **result}
+    found = intervention.effects(loaded.model, batches, changes, seed=arguments.seed) if changes else []
     output.mkdir(parents=True, exist_ok=True)
+    probe_folder.clear(output)
     probe_result.write_table(rows, output / arguments.table)
-    content = {"format_version": 1, "model": loaded.info, "versions": versions(), "data": data, **result}
-    if changes:
-        found = intervention.effects(loaded.model, batches, changes, seed=arguments.seed)
-        effects = {**intervention.to_dict(found), "model": loaded.info, "data": data}
-        write_atomically(output / "interventions.json", json.dumps(effects, indent=1) + "\n")
+    if found:
+        effects = {**intervention.to_dict(found), **source}
+        write_atomically(output / probe_folder.INTERVENTIONS, json.dumps(effects, indent=1) + "\n")
         print(intervention.markdown(found))
-    write_atomically(output / "routing.json", json.dumps(routing) + "\n")
-    write_atomically(output / "probe.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(output / probe_folder.ROUTING, json.dumps(routing) + "\n")
+    write_atomically(output / probe_folder.PROBE, json.dumps(content, indent=1) + "\n")
     for name, value in result["totals"].items():
         print(f"{name.replace('_', ' '):<32} {value if isinstance(value, int) else format(value or 0, '.5f')}")
     print(f"\nresults in {output}; `mhar report {output}` draws them")

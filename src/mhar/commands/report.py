@@ -18,7 +18,11 @@ def main(argv: list[str]) -> int:
     """Run the command; returns the exit status."""
     arguments = parser().parse_args(argv)
     from mhar.analysis.report import write_report
+    from mhar.evaluation.outputs import check_file, check_folder
 
+    check_file(arguments.output)
+    if arguments.figures is not None:
+        check_folder(arguments.figures)
     print(write_report(arguments.output, arguments.runs, title=arguments.title))
     if arguments.figures is not None:
         from mhar.analysis.figures import write_figures
