@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def losses(config: RunConfig, kind: str = "train", key: str = "loss") -> list[fl
     return [line[key] for line in numbers(config.out, kind)]
 
 
-def test_a_run_leaves_what_others_read(data: Path, tmp_path: Path) -> None:
+def test_a_run_leaves_what_others_read(data: Path, tmp_path: Path, capsys: Any) -> None:
     config = tiny_config(data, tmp_path / "run", ema=0.5, steps=40)
     summary = train(config)
     assert summary == json.loads((config.out / "summary.json").read_text())
@@ -55,8 +56,10 @@ def test_a_run_leaves_what_others_read(data: Path, tmp_path: Path) -> None:
         assert (config.out / folder / "tokenizer.json").is_file()
     assert weights_digest(config.out) != weights_digest(config.out, "final_ema")
     assert steps_in(config.out / "checkpoints") == [39, 40]
+    before = {name: (config.out / name).read_bytes() for name in ("summary.json", "metrics.jsonl", "run.yaml")}
     assert main(["train", str(config.out / "run.yaml")]) == 0  # already finished: nothing changes
-    assert losses(config, "eval", "heldout_loss") == heldout
+    assert "finished before" in capsys.readouterr().out
+    assert {name: (config.out / name).read_bytes() for name in before} == before
 
 
 def test_the_exported_model_has_the_reported_held_out_loss(data: Path, tmp_path: Path) -> None:
@@ -274,6 +277,14 @@ def test_divergence_stops_with_the_batch_and_a_saved_state(data: Path, tmp_path:
     assert (failure["step"], failure["samples"]) == (0, [0, 3])
     assert (config.out / "checkpoints/failed-0/.metadata").is_file()
     assert steps_in(config.out / "checkpoints") == []
+    saved = config.out / "checkpoints/failed-0/state.json"
+    saved.write_text("stale")
+    with pytest.raises(DivergenceError):
+        train(config)
+    assert json.loads(saved.read_text())["step"] == 0
+    train(replace(config, max_loss=30.0))
+    assert not (config.out / "failure.json").exists()
+    assert not saved.parent.exists()
 
 
 def test_a_nan_stops_before_it_reaches_the_weights(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -293,6 +304,8 @@ def test_a_nan_stops_before_it_reaches_the_weights(data: Path, tmp_path: Path, m
             run.train()
         assert all(torch.isfinite(parameter).all() for parameter in run.model.parameters())
     assert (config.out / "checkpoints/failed-2/.metadata").is_file()
+    failure = json.loads((config.out / "failure.json").read_text(), parse_constant=pytest.fail)
+    assert failure["grad_norm"] == "nan"
 
 
 @pytest.mark.parametrize(
@@ -362,8 +375,8 @@ def test_a_damaged_checkpoint_is_named(data: Path, tmp_path: Path) -> None:
     part.write_bytes(part.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="step-3 cannot be loaded"):
         train(config)
-    (config.out / "checkpoints/step-3/state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step-3: state\.json cannot be read"):
+    (config.out / "checkpoints/step-3/state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"step-3 cannot be loaded: state\.json cannot be read.* to begin anew"):
         train(config)
 
 
@@ -387,6 +400,21 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(data: Path, tmp_path: Path, 
     train(config)
     assert numbers(config.out) == numbers(whole.out)
     assert weights_digest(config.out) == weights_digest(whole.out)
+
+
+def test_flipped_bytes_of_a_checkpoint_are_noticed(data: Path, tmp_path: Path) -> None:
+    config = tiny_config(data, tmp_path / "run", steps=6)
+    train(config)
+    (config.out / "summary.json").unlink()
+    part = next((config.out / "checkpoints/step-6").glob("*.distcp"))
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    message = rf"step-6 .*{part.name} is not what was written; remove .*step-6 to continue from step-3"
+    with pytest.raises(CheckpointError, match=message):
+        train(config)
+    shutil.rmtree(part.parent)
+    assert train(config)["stopped"] == "finished"
 
 
 def test_an_unwritable_folder_is_named(data: Path, tmp_path: Path) -> None:
@@ -471,8 +499,9 @@ def test_a_mixture_trains_and_isolated_documents_too(data: Path, tmp_path: Path)
 
 
 def test_help_lists_every_setting(capsys: Any) -> None:
-    assert main(["train", "--help"]) == 0
-    assert "schedule.warmup_steps: int = 1000" in capsys.readouterr().out
+    for arguments in (["--help"], ["run.yaml", "--help"]):
+        assert main(["train", *arguments]) == 0
+        assert "schedule.warmup_steps: int = 1000" in capsys.readouterr().out
 
 
 def test_a_misspelt_key_is_answered_with_the_nearest(tmp_path: Path, capsys: Any) -> None:

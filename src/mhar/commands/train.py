@@ -11,6 +11,7 @@ Killed or interrupted? The same command continues where the last checkpoint was.
 
 names:
   """
+HELP = {"-h", "--help"}
 INTERRUPTED = 130
 SHOWN = ("variant", "steps", "epochs", "heldout_loss", "tokens_per_s", "mfu", "peak_memory_gib")
 
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> int:
     from mhar import runfile
     from mhar.training.config import RunConfig
 
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or not HELP.isdisjoint(argv):
         print(USAGE + "\n  ".join(runfile.describe(RunConfig)))
         return 0
     path, overrides = (None, argv) if "=" in argv[0] else (argv[0], argv[1:])

@@ -23,6 +23,7 @@ from mhar.training.distributed import World
 from mhar.training.optimizer import WeightAverage
 
 STATE = "state.json"
+CHECKSUMS = "checksums.json"
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 FAILURES = (Exception, CheckpointException)  # the latter is a BaseException
 # What decides the numbers of a run: a checkpoint continues only a run that agrees in all of it.
@@ -46,6 +47,7 @@ class Checkpoints:
         self.folder, self.options, self.world = config.out / "checkpoints", config.checkpoint, world
         self.identity = world.from_main(lambda: identity(config))
         self._pending: tuple[Path, Future[Any]] | None = None
+        self._background = futures.ThreadPoolExecutor(1, "checksums")
         if world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in (*self.folder.glob("*.partial"), *self.folder.glob("*.deleting")):
@@ -60,6 +62,7 @@ class Checkpoints:
         """Let a save under way end before the process groups do."""
         if self._pending is not None:
             futures.wait([self._pending[1]])
+        self._background.shutdown()
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, ascending."""
@@ -72,7 +75,7 @@ class Checkpoints:
         """
         self.wait()
         target = self.folder / (name or f"step-{step}")
-        if target.exists():
+        if name is None and target.exists():
             return
         partial = target.with_name(f"{target.name}.partial")
         try:
@@ -82,14 +85,20 @@ class Checkpoints:
                     state.tensors(), checkpoint_id=partial, process_group=self.world.save_group
                 ),
             )
-            self._pending = (target, future)
             if self.world.is_main:
-                partial.mkdir(parents=True, exist_ok=True)
-                runfile.write_atomically(partial / STATE, json.dumps({"step": step, "run": self.identity}))
+                future = self._background.submit(self._complete, future, partial, step)
+            self._pending = (target, future)
         except FAILURES as error:
             raise self._failed(target, error) from error
         if wait or not self.options.asynchronous:
             self.wait()
+
+    def _complete(self, written: "Future[Any]", partial: Path, step: int) -> None:
+        """Behind the tensors of all ranks: what they belong to, and their checksums."""
+        written.result()
+        checksums = {path.name: sha256_of(path) for path in sorted(partial.iterdir())}
+        runfile.write_atomically(partial / CHECKSUMS, json.dumps(checksums))
+        runfile.write_atomically(partial / STATE, json.dumps({"step": step, "run": self.identity}))
 
     def poll(self) -> None:
         """Finish a save whose files are written; never waits."""
@@ -104,6 +113,7 @@ class Checkpoints:
         try:
             future.result()
             if self.world.is_main:
+                shutil.rmtree(target, ignore_errors=True)
                 target.with_name(f"{target.name}.partial").rename(target)
                 self._prune()
         except FAILURES as error:
@@ -115,16 +125,39 @@ class Checkpoints:
         try:
             found = json.loads((source / STATE).read_text(encoding="utf-8"))["run"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{source}: {STATE} cannot be read: {error}") from error
+            raise self._damaged(source, f"{STATE} cannot be read: {error}") from error
         if found != self.identity:
             different = ", ".join(_differences(found, self.identity))
             raise CheckpointError(f"{source} belongs to another run: it differs in {different}. Choose another `out`.")
+        self._verify(source)
         tensors = state.tensors()
         try:
             state_dict_loader.load(tensors, checkpoint_id=source, process_group=self.world.save_group)
         except FAILURES as error:
-            raise CheckpointError(f"{source} cannot be loaded: {_reason(error)}") from error
+            raise self._damaged(source, _reason(error)) from error
         state.restore(tensors)
+
+    def _verify(self, source: Path) -> None:
+        """Compare the files with their checksums, each rank its share; every rank learns of a damaged one."""
+        try:
+            expected = json.loads((source / CHECKSUMS).read_text(encoding="utf-8"))
+            mine = list(expected.items())[self.world.rank :: self.world.size]
+            bad = [name for name, checksum in mine if sha256_of(source / name) != checksum]
+            damage = f"{bad[0]} is not what was written" if bad else None
+        except (OSError, ValueError, AttributeError) as error:
+            damage = _reason(error)
+        if found := [text for text in self.world.gather(damage) if text]:
+            raise self._damaged(source, found[0])
+
+    def _damaged(self, source: Path, reason: str) -> CheckpointError:
+        earlier = [step for step in self.steps() if self.folder / f"step-{step}" != source]
+        remedy = f"continue from step-{earlier[-1]}" if earlier else "begin anew"
+        return CheckpointError(f"{source} cannot be loaded: {reason}; remove {source} to {remedy}")
+
+    def remove_failed(self) -> None:
+        """Remove what `save` wrote under other names: states in front of a failure."""
+        for path in self.folder.glob("failed-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self) -> None:
         kept = prunable(self.steps(), self.options)

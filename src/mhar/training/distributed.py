@@ -45,6 +45,13 @@ class World:
             dist.all_reduce(tensor)
         return tensor.tolist()
 
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, self.save_group)
+        return values
+
     def from_main(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on the first rank, on every rank."""
         values = [compute() if self.is_main else None]

@@ -11,6 +11,7 @@ was never interrupted (bit for bit on CPU).
 """
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -40,6 +41,9 @@ from mhar.training.model import export, parameter_counts, place_model, unwrapped
 from mhar.training.optimizer import WeightAverage, build_optimizer, set_lr
 from mhar.training.schedule import lr_factor
 from mhar.training.validation import Validation, cross_entropy
+
+SUMMARY = "summary.json"
+FAILURE = "failure.json"
 
 
 class DivergenceError(MharError):
@@ -82,7 +86,6 @@ class Run:
         self.flops = flops_per_token(self.inner, self.inner.config, config.data.sequence_length)
         self.peak_flops = peak_flops(world.device)
         self.window_seconds, self.window_steps = 0.0, 0
-        self.speeds: list[float] = []
         if world.is_main:
             runfile.save(config, config.out / "run.yaml")
         self.metrics = Metrics(config, self.step, is_main=world.is_main)
@@ -94,10 +97,24 @@ class Run:
         self.checkpoints.load(steps[-1], self.state)
         return steps[-1]
 
+    def _finished_before(self) -> dict[str, Any] | None:
+        path = self.config.out / SUMMARY
+        if self.step < self.config.steps or not path.is_file():
+            return None
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if summary["stopped"] != "finished":
+            return None
+        if self.world.is_main:
+            print(f"{self.config.out} finished before: nothing to do")
+        return summary
+
     # The loop
 
     def train(self) -> dict[str, Any]:
-        """All steps that are left, then the final evaluation, checkpoint, export and summary."""
+        """All steps that are left, then the final evaluation, checkpoint, export and summary (a finished run: as it
+        is)."""
+        if (summary := self._finished_before()) is not None:
+            return summary
         config, stopped = self.config, "finished"
         self.model.train()
         if self.step == 0 and self.validation:
@@ -183,13 +200,13 @@ class Run:
         failure = {
             "step": self.step,
             "samples": [first, last],
-            "loss": loss,
-            "grad_norm": norm,
+            "loss": loss if math.isfinite(loss) else str(loss),  # JSON has no NaN
+            "grad_norm": norm if math.isfinite(norm) else str(norm),
         }
         self.optimizer.zero_grad()
         self.checkpoints.save(self.step, self.state, wait=True, name=f"failed-{self.step}")
         if self.world.is_main:
-            runfile.write_atomically(self.config.out / "failure.json", json.dumps(failure) + "\n")
+            runfile.write_atomically(self.config.out / FAILURE, json.dumps(failure) + "\n")
         raise DivergenceError(
             f"training failed in batch {self.step} (samples {first} to {last}): loss "
             f"{loss:.6g} (max_loss {self.config.max_loss:g}), gradient norm {norm:.6g}. The state before the update is "
@@ -201,7 +218,6 @@ class Run:
     def _log(self, **values: float) -> None:
         tokens = self.window_steps * self.config.batch_size * self.config.data.sequence_length
         speed = tokens / self.window_seconds
-        self.speeds.append(speed)
         step_ms = 1000 * self.window_seconds / self.window_steps
         self.window_seconds, self.window_steps = 0.0, 0
         self.metrics.write(
@@ -264,12 +280,16 @@ class Run:
         if self.average is not None:
             with self.average.swapped():
                 export(self.model, self.config.out / "final_ema", self.world, dtype, tokenizer)
+        if self.world.is_main:
+            self.checkpoints.remove_failed()
+            (self.config.out / FAILURE).unlink(missing_ok=True)
         return self._summary(stopped)
 
     def _summary(self, stopped: str) -> dict[str, Any]:
         config, evaluations = self.config, self.metrics.of_kind("eval")
         tail = [line["heldout_loss"] for line in evaluations[-config.eval.tail :]]
-        speed = statistics.median(self.speeds[1:] or self.speeds) if self.speeds else None
+        speeds = [line["tokens_per_s"] for line in self.metrics.of_kind("train")]
+        speed = statistics.median(speeds[1:] or speeds) if speeds else None
         summary: dict[str, Any] = {
             "name": config.out.name,
             "variant": variant_name(self.inner.config),
@@ -292,7 +312,7 @@ class Run:
         if evaluations and "ema_heldout_loss" in evaluations[-1]:
             summary["ema_heldout_loss_last"] = evaluations[-1]["ema_heldout_loss"]
         if self.world.is_main:
-            runfile.write_atomically(config.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+            runfile.write_atomically(config.out / SUMMARY, json.dumps(summary, indent=1) + "\n")
         return summary
 
 
