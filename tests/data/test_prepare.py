@@ -206,6 +206,70 @@ def test_bad_documents_are_named(tmp_path: Path, content: str, message: str) -> 
         list(documents([str(tmp_path / "bad.jsonl")]))
 
 
+def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}\n\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfplain")
+    found = [(d.source, d.row, d.text) for d in documents(expand([str(tmp_path)]))]
+    assert found == [(0, 0, "a"), (0, 1, "b"), (1, 0, "plain")]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.txt", b"\xff\xfe", r"a\.txt cannot be read: UnicodeDecodeError"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a\.jsonl, line 2: not JSON in UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl, line 1: column 'text' is not Unicode text"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 50)[:-9], r"a\.jsonl\.gz cannot be read: EOFError"),
+        ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz cannot be read: BadGzipFile"),
+        ("a.jsonl.xz", b"plain", r"a\.jsonl\.xz cannot be read: LZMAError"),
+        ("a.parquet", b"garbage", r"a\.parquet cannot be read: Arrow"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        list(documents([str(tmp_path / name)]))
+
+
+def test_a_column_of_numbers_is_named(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"text": [None, 3]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="row 2: column 'text' holds int, not text"):
+        list(documents([str(tmp_path / "a.parquet")]))
+
+
+def test_an_unreachable_data_set_is_named(monkeypatch: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(InputError, match=r"hf:owner/name cannot be read: ConnectionError: no route"):
+        list(documents(["hf:owner/name"]))
+
+
+def test_the_separator_written_in_a_document_is_text(tmp_path: Path, tokenizer: Path) -> None:
+    prepared(tmp_path, tokenizer, ["the <eos> a"], held_out=0.0)
+    data = PreparedSplit(tmp_path / "out")
+    assert (data.read(0, len(data)) == 0).sum() == 1
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, tokenizer: Path, monkeypatch: Any) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file/out cannot be written"):
+        prepared(tmp_path, tokenizer, ["the"], out=tmp_path / "file/out")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mhar.runfile.write_atomically", full)
+    with pytest.raises(InputError, match=r"out cannot be written: .*No space left"):
+        prepared(tmp_path, tokenizer, ["the"], held_out=0.0)
+
+
 def test_unreadable_sources_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file, folder or hf:NAME data set 'nowhere'"):
         expand(["nowhere"])
@@ -225,6 +289,7 @@ def test_an_empty_data_set_is_refused(tmp_path: Path, tokenizer: Path) -> None:
         ({"held_out": 1.0}, "held_out is a fraction"),
         ({"shard_tokens": 0}, "shard_tokens must be positive"),
         ({"workers": -1}, "workers not negative"),
+        ({"seed": -1}, "seed must be from 0"),
         ({"end_of_text": "<none>"}, "'<none>' is no token of"),
         ({"validation": ("nowhere",)}, "no file, folder"),
     ],
@@ -237,6 +302,10 @@ def test_senseless_options_are_refused(tmp_path: Path, tokenizer: Path, options:
 def test_a_source_given_twice_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     source = str(write_jsonl(tmp_path / "s.jsonl", ["the"]))
     config = PrepareConfig(sources=(source,), validation=(source,), out=tmp_path / "out", tokenizer=str(tokenizer))
+    with pytest.raises(InputError, match="given twice"):
+        prepare(config, show_progress=False)
+    alias = (f"{tmp_path}/../{tmp_path.name}/s.jsonl",)
+    config = PrepareConfig(sources=(source,), validation=alias, out=tmp_path / "out", tokenizer=str(tokenizer))
     with pytest.raises(InputError, match="given twice"):
         prepare(config, show_progress=False)
     with pytest.raises(ConfigurationError, match="nothing to prepare"):
@@ -293,7 +362,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
 
 
 def test_the_command_prepares_and_writes_its_options(tmp_path: Path, tokenizer: Path, capsys: Any) -> None:
-    source = write_jsonl(tmp_path / "it's, a [corpus].jsonl", random_documents(50))
+    source = write_jsonl(tmp_path / "it's, a=b [corpus].jsonl", random_documents(50))
     arguments = [str(source), f"--tokenizer={tokenizer}", f"out={tmp_path / 'out'}", "--held_out=0.1", "--workers=1"]
     assert main(["prepare", *arguments]) == 0
     assert "train: " in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Turn documents into tokenised, memory-mapped shards."""
 
 import sys
+from pathlib import Path
 
 USAGE = """usage: mhar prepare [RUN.yaml] [SOURCE ...] --tokenizer=NAME --out=FOLDER [--name=value ...]
 
@@ -18,10 +19,10 @@ def main(argv: list[str]) -> int:
     from mhar import runfile
     from mhar.data.prepare import PrepareConfig, prepare
 
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or not {"-h", "--help"}.isdisjoint(argv):
         print(USAGE + "\n  ".join(runfile.describe(PrepareConfig)))
         return 0
-    named = [word for word in argv if "=" in word or word.startswith("-")]
+    named = [word for word in argv if word.startswith("-") or ("=" in word and not Path(word).exists())]
     files = [word for word in argv if word not in named]
     run = files.pop(0) if files and files[0].endswith((".yaml", ".yml")) else None
     if files:

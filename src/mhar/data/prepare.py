@@ -52,6 +52,8 @@ class PrepareConfig:
             raise ConfigurationError("sources: nothing to prepare")
         if self.held_out is not None and not 0 <= self.held_out < 1:
             raise ConfigurationError(f"held_out is a fraction from 0 to below 1, received {self.held_out}")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigurationError(f"seed must be from 0 to below 2**64, received {self.seed}")
         if self.shard_tokens < 1 or self.workers < 0:
             raise ConfigurationError(
                 f"shard_tokens must be positive and workers not negative, received {self.shard_tokens}, {self.workers}"
@@ -83,16 +85,20 @@ def prepare(config: PrepareConfig, *, show_progress: bool = True) -> Manifest:
     train, validation = expand(config.sources), expand(config.validation)
     info = tokenizer_info(tokenizer, config.tokenizer, config.end_of_text)
     sizes = {name: 0 if name.startswith(DATASET_PREFIX) else Path(name).stat().st_size for name in train + validation}
-    if len(sizes) < len(train) + len(validation):
+    places = {name if name.startswith(DATASET_PREFIX) else Path(name).resolve() for name in train + validation}
+    if len(places) < len(train) + len(validation):
         raise InputError("a source is given twice (a validation source must not be among the training sources)")
     empty = Manifest(FORMAT_VERSION, id_dtype(info.vocab_size), info, sizes, config.seed, config.held_out_fraction)
     options = {"column": config.column, "shard_tokens": config.shard_tokens, "validation": validation}
-    progress = _resume(config.out, _Progress(empty, options))
-    if progress is None:
-        return read_manifest(config.out)
-    tokenizer.save_pretrained(config.out / "tokenizer")
-    definition = tokenizer.backend_tokenizer.to_str()
-    return _Preparation(config, definition, len(train), progress).run(show_progress)
+    try:
+        progress = _resume(config.out, _Progress(empty, options))
+        if progress is None:
+            return read_manifest(config.out)
+        tokenizer.save_pretrained(config.out / "tokenizer")
+        definition = tokenizer.backend_tokenizer.to_str()
+        return _Preparation(config, definition, len(train), progress).run(show_progress)
+    except OSError as error:  # those of the sources are InputErrors by now
+        raise InputError(f"{config.out} cannot be written: {error}. What is there is kept.") from error
 
 
 def _resume(out: Path, fresh: _Progress) -> _Progress | None:

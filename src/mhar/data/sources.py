@@ -2,15 +2,15 @@
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mhar.errors import DependencyError, InputError
+from mhar.errors import DependencyError, InputError, MharError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PLAIN_TEXT = (".txt", ".md")
@@ -49,12 +49,22 @@ def documents(sources: Sequence[str], column: str = "text", start: tuple[int, in
     """
     for source in range(start[0], len(sources)):
         first = start[1] if source == start[0] else 0
-        for row, text in enumerate(_texts(sources[source], column)):
+        for row, text in enumerate(_readable_texts(sources[source], column)):
             if row >= first and text:
                 yield Document(text, source, row)
 
 
-def _texts(name: str, column: str) -> Iterator[str]:
+def _readable_texts(name: str, column: str) -> Iterator[str | None]:
+    """The texts of a source; whatever a reader raises on bad content or a failing network becomes an InputError."""
+    try:
+        yield from _texts(name, column)
+    except MharError:
+        raise
+    except Exception as error:  # each of the decompressors and libraries has errors of its own
+        raise InputError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _texts(name: str, column: str) -> Iterator[str | None]:
     if name.startswith(DATASET_PREFIX):
         return _dataset_texts(name, column)
     path = Path(name)
@@ -64,7 +74,7 @@ def _texts(name: str, column: str) -> Iterator[str]:
     if kind == ".parquet":
         return _parquet_texts(path, column)
     if kind in PLAIN_TEXT:
-        return iter([_decompressed(path).read().decode("utf-8")])
+        return iter([_decompressed(path).read().decode("utf-8-sig")])
     known = ", ".join((*JSON_LINES, ".parquet", *PLAIN_TEXT))
     raise InputError(f"{name}: unknown kind of file. Known: {known}, also compressed as {', '.join(COMPRESSED)}")
 
@@ -75,16 +85,18 @@ def _format(path: Path) -> str | None:
 
 
 def _json_texts(path: Path, column: str) -> Iterator[str]:
-    with io.TextIOWrapper(_decompressed(path), encoding="utf-8") as lines:
+    with _decompressed(path) as lines:
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from error
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:
+                raise InputError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from error
             yield _column(record, column, f"{path}, line {number}")
 
 
-def _parquet_texts(path: Path, column: str) -> Iterator[str]:
+def _parquet_texts(path: Path, column: str) -> Iterator[str | None]:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -92,8 +104,9 @@ def _parquet_texts(path: Path, column: str) -> Iterator[str]:
     file = parquet.ParquetFile(path)
     if column not in file.schema_arrow.names:
         raise InputError(f"{path}: no column {column!r}. Columns: {', '.join(file.schema_arrow.names)}")
-    for batch in file.iter_batches(columns=[column]):
-        yield from batch.column(0).to_pylist()
+    values = chain.from_iterable(batch.column(0).to_pylist() for batch in file.iter_batches(columns=[column]))
+    for number, value in enumerate(values, 1):
+        yield None if value is None else _text(value, column, f"{path}, row {number}")
 
 
 def _dataset_texts(name: str, column: str) -> Iterator[str]:
@@ -111,9 +124,17 @@ def _column(record: Any, column: str, where: str) -> str:
     if not isinstance(record, dict) or column not in record:
         names = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
         raise InputError(f"{where}: no column {column!r}. Found: {names}")
-    if not isinstance(record[column], str):
-        raise InputError(f"{where}: column {column!r} holds {type(record[column]).__name__}, not text")
-    return record[column]
+    return _text(record[column], column, where)
+
+
+def _text(value: Any, column: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{where}: column {column!r} holds {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: column {column!r} is not Unicode text ({error.reason})") from error
+    return value
 
 
 def _decompressed(path: Path) -> BinaryIO:

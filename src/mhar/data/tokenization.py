@@ -85,6 +85,7 @@ def _backend(definition: str) -> Any:
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text, not the separator
     return tokenizer
 
 
