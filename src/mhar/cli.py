@@ -1,6 +1,7 @@
 """`mhar COMMAND ...`: finds the command and hands it its arguments. Commands are imported only when they run."""
 
 import importlib
+import os
 import sys
 
 from mhar.errors import MharError, nearest
@@ -23,7 +24,8 @@ COMMANDS: dict[str, str] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the `mhar` script; returns the process's exit status (2: the user's input was wrong)."""
+    """Entry point of the `mhar` script; returns the process's exit status (2: the user's input was wrong; 130: Ctrl-C;
+    141: nobody reads the output)."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -37,12 +39,19 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mhar: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"mhar.commands.{name}")
     try:
-        return command.main(rest)
+        status = importlib.import_module(f"mhar.commands.{name}").main(rest)
+        sys.stdout.flush()
+        return status
     except MharError as error:
         print(f"mhar {name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\nmhar {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python would fail once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def usage() -> str:
