@@ -148,3 +148,34 @@ def test_adapters_and_weights_that_are_not_in_memory_are_refused(make_base):
         empty = LlamaForCausalLM(adapted.config)
     with pytest.raises(CheckpointError, match=r"weights must be in memory: model\.embed_tokens\.weight"):
         mhar.convert(empty)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_implementation_is_kept(make_base, input_ids: Tensor, attention: str):
+    base = make_base()
+    base.set_attn_implementation(attention)
+    model = mhar.convert(base)
+    assert model.config._attn_implementation == attention
+    assert torch.equal(logits(model, input_ids), logits(base, input_ids))
+
+
+def test_the_experts_implementation_is_kept(make_base, input_ids: Tensor):
+    base = make_base("qwen3_moe")
+    base.set_experts_implementation("eager")
+    model = mhar.convert(base)
+    assert model.config._experts_implementation == "eager"
+    assert torch.equal(logits(model, input_ids), logits(base, input_ids))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradient_checkpointing_is_kept(make_base, input_ids: Tensor, enabled: bool):
+    base = make_base().train()
+    if enabled:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    model = mhar.convert(base)
+    assert model.is_gradient_checkpointing == enabled
+    calls: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    model(input_ids=input_ids, labels=input_ids).loss.backward()
+    assert len(calls) == (2 if enabled else 1)  # recomputed in the backward pass

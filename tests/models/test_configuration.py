@@ -107,3 +107,33 @@ def test_bidirectional_gemma_is_refused():
         ConfigurationError, match="use_bidirectional_attention must be false: the decoder loop is causal"
     ):
         MharConfig.from_base(base_config("gemma3_text", use_bidirectional_attention=True), "mhar")
+
+
+@pytest.mark.parametrize(
+    "given", [RoutingConfig.named("delta_mhar"), "delta_mhar", RoutingConfig.named("delta_mhar").to_dict()]
+)
+def test_routing_is_taken_in_any_form_and_stored_as_plain_values(given):
+    for config in (MharConfig(routing=given), MharConfig.from_base(base_config("llama"), given)):
+        assert config.routing == RoutingConfig.named("delta_mhar").to_dict()
+        json.dumps(config.to_dict())
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: MharConfig(routing=3), "routing must be a RoutingConfig.*got 3"),
+        (lambda: MharConfig.from_base(base_config("llama"), 3), "routing must be a RoutingConfig.*got 3"),
+        (lambda: MharConfig.from_base("qwen3", "mhar"), "base must be a configuration of transformers.*got 'qwen3'"),
+        (lambda: MharConfig(routing="mharr"), "unknown variant 'mharr'; did you mean 'mhar'"),
+        (lambda: MharForCausalLM(LlamaConfig()), "MharForCausalLM needs a MharConfig.*got LlamaConfig"),
+    ],
+)
+def test_things_that_are_no_configuration_are_refused(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_a_misspelt_field_suggests_the_nearest():
+    with pytest.raises(ConfigurationError, match="'routing_backnd'; did you mean 'routing_backend'"):
+        MharConfig.from_base(base_config("llama"), "mhar", routing_backnd="triton")
+    assert MharConfig.from_base(base_config("llama"), "mhar", my_note="kept").my_note == "kept"

@@ -10,6 +10,7 @@ from mhar.conversion.checkpoint import ROUTER, read_checkpoint
 from mhar.conversion.support import check_convertible, check_starts_closed
 from mhar.errors import CheckpointError
 from mhar.models import MharConfig, MharForCausalLM
+from mhar.models.compat import keep_checkpointing
 from mhar.models.families import causal_lm_class
 from mhar.routing import RoutingConfig
 
@@ -28,7 +29,8 @@ def convert(
         revision: branch, tag or commit of a hub name.
 
     Returns:
-        The routed model, in the base's dtype, device and mode. It shares the weights of a model given in memory:
+        The routed model, in the base's dtype, device and mode, with its attention implementation and gradient
+        checkpointing. It shares the weights of a model given in memory:
         training one trains the other.
 
     Raises:
@@ -73,10 +75,16 @@ def _graft(base: PreTrainedModel, routing: RoutingConfig) -> MharForCausalLM:
     if elsewhere := [name for name, weight in base.named_parameters() if weight.is_meta]:
         raise CheckpointError(f"weights must be in memory: {elsewhere[0]} is offloaded or was never loaded")
     check_finite(name for name, weight in base.named_parameters() if not bool(weight.isfinite().all()))
-    config = MharConfig.from_base(base.config, routing)
+    # Implementations round differently, so logits are the base's only with the base's own; no config file has them.
+    implementations = {
+        "attn_implementation": base.config._attn_implementation,
+        "experts_implementation": base.config._experts_implementation,
+    }
+    config = MharConfig.from_base(base.config, routing, **implementations)
     with torch.device("meta"):
         model = MharForCausalLM(config)
     _take_weights(model, base)
+    keep_checkpointing(model, base)
     embedding = base.get_input_embeddings().weight
     router = model.model.router.to_empty(device=embedding.device).to(embedding.dtype)  # pyright: ignore
     router.reset_parameters()

@@ -6,6 +6,7 @@ Each is found by looking at the installed version, never by its number.
 import inspect
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask
@@ -37,3 +38,15 @@ def register_expert_layout(model_type: str) -> None:
     mapping: Any = get_checkpoint_conversion_mapping("qwen3_moe") or get_checkpoint_conversion_mapping("qwen2_moe")
     assert mapping is not None
     register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
+
+
+def keep_checkpointing(model: PreTrainedModel, base: PreTrainedModel) -> None:
+    """Give `model` the gradient checkpointing of `base`, module by module: both call their modules alike.
+
+    The switch and its property have other names in later versions; what they set on modules has not.
+    """
+    ours = dict(model.named_modules())
+    for name, theirs in base.named_modules():
+        if getattr(theirs, "gradient_checkpointing", False) and name in ours:
+            for attribute in ("gradient_checkpointing", "_gradient_checkpointing_func"):
+                setattr(ours[name], attribute, getattr(theirs, attribute))

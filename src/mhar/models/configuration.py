@@ -1,11 +1,13 @@
 """`MharConfig`: a base model's configuration, flat, plus what is routed."""
 
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from mhar.errors import CheckpointError, ConfigurationError
+from mhar.errors import CheckpointError, ConfigurationError, unknown
 from mhar.models.compat import CACHE_NAME
 from mhar.models.families import Family, family_of
 from mhar.ops.functional import check_heads, resolve_backend
@@ -23,7 +25,8 @@ class MharConfig(PreTrainedConfig):
     Args:
         base_model_type: `model_type` of the base family, such as "qwen3"; its fields are given as further keywords
             and checked by its own configuration class.
-        routing: `RoutingConfig.to_dict()`; the variant "mhar" by default.
+        routing: what is routed: a RoutingConfig, the name of a variant, or `RoutingConfig.to_dict()`, which it is
+            stored as; the variant "mhar" by default.
         routing_backend: "auto", "triton" or "reference" (see :func:`mhar.ops.depth_read`).
         routing_schedule: which sites share a pass over the history in the Triton backend (see
             :class:`mhar.routing.DepthRouter`).
@@ -49,7 +52,7 @@ class MharConfig(PreTrainedConfig):
     }
 
     base_model_type: str = "llama"
-    routing: dict[str, Any] | None = None
+    routing: Any = None
     routing_backend: str = "auto"
     routing_schedule: str | int = "auto"
     z_loss: float = 0.0
@@ -57,8 +60,8 @@ class MharConfig(PreTrainedConfig):
     use_cache: bool = True  # a base field, declared because transformers drops undeclared generation settings
 
     def __post_init__(self, **kwargs: Any) -> None:
-        routing = RoutingConfig.named("mhar") if self.routing is None else RoutingConfig.from_dict(self.routing)
-        self.routing = routing.to_dict()
+        self.routing = as_routing(self.routing).to_dict()
+        self._check_names(kwargs)
         common = {name: getattr(self, name) for name in ("dtype", "output_hidden_states", "use_cache")}
         base = base_config(self.base_model_type, {**kwargs, **common})
         declared = type(self).__dataclass_fields__
@@ -66,6 +69,13 @@ class MharConfig(PreTrainedConfig):
         # Not serialised by transformers. Sublayers return whole tensors, so routing needs no plan of its own.
         self.base_model_tp_plan = base.base_model_tp_plan  # pyright: ignore[reportAttributeAccessIssue]
         self._check()
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Raise ConfigurationError for a misspelt field of this class: transformers stores any name."""
+        theirs = type(base_config(self.base_model_type, {})).__dataclass_fields__
+        for name in set(names) - set(theirs) - set(NOT_INHERITED):
+            if difflib.get_close_matches(name, own_fields(), n=1, cutoff=0.85):
+                raise unknown("field", name, own_fields())
 
     def _check(self) -> None:
         for name, value in self.__dict__.items():
@@ -85,19 +95,24 @@ class MharConfig(PreTrainedConfig):
         routing_plan(routing, self.num_sites)
 
     @classmethod
-    def from_base(cls, base: PreTrainedConfig, routing: RoutingConfig | str | None = None, **fields: Any) -> Self:
+    def from_base(
+        cls, base: PreTrainedConfig, routing: RoutingConfig | str | dict[str, Any] | None = None, **fields: Any
+    ) -> Self:
         """The configuration of a routed model with the architecture of `base`.
 
         Args:
             base: configuration of a supported family.
-            routing: what is routed: a RoutingConfig, the name of a variant, or None for "mhar".
+            routing: what is routed: a RoutingConfig, the name of a variant, the fields of one as a dict, or None
+                for "mhar".
             fields: further fields of this class, or overrides of the base's.
         """
-        if isinstance(routing, str):
-            routing = RoutingConfig.named(routing)
+        if not isinstance(base, PreTrainedConfig):
+            raise ConfigurationError(
+                f"base must be a configuration of transformers (AutoConfig.from_pretrained reads one), got {base!r}"
+            )
         family_of(base.model_type)
         values: dict[str, Any] = {**inherited_fields(base), **fields, "base_model_type": base.model_type}
-        return cls(routing=None if routing is None else routing.to_dict(), **values)
+        return cls(routing=as_routing(routing).to_dict(), **values)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -125,7 +140,6 @@ class MharConfig(PreTrainedConfig):
     @property
     def routing_config(self) -> RoutingConfig:
         """What is routed, with `num_heads="kv"` resolved to the number of key-value heads."""
-        assert self.routing is not None
         return RoutingConfig.from_dict(self.routing).with_num_heads(self.num_key_value_heads)
 
     @property
@@ -135,8 +149,28 @@ class MharConfig(PreTrainedConfig):
 
     def to_base(self) -> PreTrainedConfig:
         """The base model's own configuration."""
-        own = set(type(self).__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)  # pyright: ignore
+        own = own_fields()
         return base_config(self.base_model_type, {k: v for k, v in inherited_fields(self).items() if k not in own})
+
+
+def own_fields() -> set[str]:
+    """Names of the fields that `MharConfig` adds to those of any model."""
+    return set(MharConfig.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)  # pyright: ignore
+
+
+def as_routing(routing: object) -> RoutingConfig:
+    """What is routed, from any of its forms: a RoutingConfig, a variant's name, its fields, or None for "mhar"."""
+    match routing:
+        case RoutingConfig():
+            return routing
+        case None | str():
+            return RoutingConfig.named("mhar" if routing is None else routing)
+        case dict():
+            return RoutingConfig.from_dict(routing)
+        case _:
+            raise ConfigurationError(
+                f"routing must be a RoutingConfig, the name of a variant or a dict of its fields, got {routing!r}"
+            )
 
 
 def base_config(base_model_type: str, fields: dict[str, Any]) -> PreTrainedConfig:

@@ -11,7 +11,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mhar.errors import InputError
+from mhar.errors import ConfigurationError, InputError
 from mhar.models.checkpoints import check_keys, check_one_device, damage_named, refuse_unsafe
 from mhar.models.compat import cache_argument, either_cache, register_expert_layout
 from mhar.models.configuration import MharConfig
@@ -39,6 +39,15 @@ class MharPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    def __init__(self, config: MharConfig, *args: Any, **kwargs: Any) -> None:
+        # By type name: code loaded from a folder may hold the configuration's class twice.
+        if getattr(config, "model_type", None) != MharConfig.model_type:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs a MharConfig (MharConfig.from_base makes one of another model's),"
+                f" got {type(config).__name__}"
+            )
+        super().__init__(config, *args, **kwargs)
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
