@@ -1,11 +1,14 @@
 """`mhar compare`: joins, tests and refusals."""
 
+import io
 import json
+from dataclasses import replace
 
 import pytest
 
 from helpers.evaluations import evaluation, records
 from mhar.cli import main
+from mhar.commands.compare import main as compare_command
 from mhar.errors import InputError
 from mhar.evaluation.compare import compare, markdown
 from mhar.evaluation.records import file_name, save
@@ -132,6 +135,20 @@ def test_what_is_not_comparable_is_refused(second, message):
         compare([first, evaluation("b", **second)])
 
 
+def test_dtypes_are_shown_where_they_differ_and_equal_names_are_numbered():
+    def named(*models):
+        evaluations = [
+            replace(evaluation(name, {"piqa": records([1, 0])}), model={"dtype": dtype}) for name, dtype in models
+        ]
+        row = compare(evaluations).rows[0]
+        return row.a, row.b
+
+    assert named(("m", "float32"), ("m", "bfloat16")) == ("m (float32)", "m (bfloat16)")
+    assert named(("a", "float32"), ("b", "bfloat16")) == ("a (float32)", "b (bfloat16)")
+    assert named(("m", "float32"), ("m", "float32")) == ("m (1)", "m (2)")
+    assert named(("a", "float32"), ("b", "float32")) == ("a", "b")
+
+
 def test_one_evaluation_is_no_comparison():
     with pytest.raises(InputError, match="at least two evaluations, got 1"):
         compare([evaluation("a", {"piqa": records([1])})])
@@ -153,6 +170,19 @@ def test_the_command_prints_and_stores_the_comparison(tmp_path, capsys):
     assert "| piqa | acc | b − a | +0.5000" in capsys.readouterr().out
     stored = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert stored["rows"][0]["only_b"] == 2
+
+
+def test_a_reader_that_stops_early_costs_no_file(tmp_path, monkeypatch):
+    class ClosedPipe(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    for name in "ab":
+        save(evaluation(name, {"piqa": records([1, 0])}), tmp_path / name)
+    monkeypatch.setattr("sys.stdout", ClosedPipe())
+    with pytest.raises(BrokenPipeError):
+        compare_command([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "out")])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"comparison.json", "comparison.md"}
 
 
 def test_the_command_refuses_a_truncated_record_file(tmp_path, capsys):

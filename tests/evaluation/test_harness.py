@@ -298,3 +298,26 @@ def test_local_rows_may_hold_any_line_separator_and_blank_lines(tmp_path):
     line = json.dumps(row, ensure_ascii=False)
     (tmp_path / "lambada_openai.jsonl").write_text(f"{line}\n\n{line}\r\n", encoding="utf-8")
     assert loader.rows(tmp_path, "lambada_openai.jsonl") == [row, row]
+
+
+def test_a_task_without_a_data_folder_says_so():
+    with pytest.raises(InputError, match=r"\(no --data folder with piqa\.jsonl was given\)"):
+        harness.resolve(["piqa"], HarnessSettings())
+
+
+def test_a_name_of_ours_and_of_the_harness_is_suggested_once():
+    with pytest.raises(ConfigurationError, match=r"nearest: piqa\."):
+        suites.expand(["piqaa"], lambda: ["piqa"])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"seed": -1}, "seed must lie between 0 and"),
+        ({"seed": 2**32}, "seed must lie between 0 and"),
+        ({"num_fewshot": -1}, "num_fewshot must not be negative, got -1"),
+    ],
+)
+def test_harness_settings_that_make_no_sense(settings, message):
+    with pytest.raises(InputError, match=message):
+        HarnessSettings(**settings)

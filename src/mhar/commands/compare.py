@@ -46,9 +46,9 @@ def main(argv: list[str]) -> int:
         seed=arguments.seed,
     )
     table = compare.markdown(comparison)
-    print(table)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_atomically(arguments.output / "comparison.json", json.dumps(comparison.to_dict(), indent=1) + "\n")
         write_atomically(arguments.output / "comparison.md", table + "\n")
+    print(table)
     return 0

@@ -89,10 +89,15 @@ def _adjusted(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 
 def _distinct_names(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    names = [evaluation.name for evaluation in evaluations]
+    """Names with their dtype where dtypes differ, and with their position where names are still equal."""
+    dtypes = [evaluation.model.get("dtype") for evaluation in evaluations]
+    names = [
+        f"{evaluation.name} ({dtype or 'unknown dtype'})" if len(set(dtypes)) > 1 else evaluation.name
+        for evaluation, dtype in zip(evaluations, dtypes, strict=True)
+    ]
     return [
-        replace(evaluation, name=f"{evaluation.name} ({index + 1})") if names.count(evaluation.name) > 1 else evaluation
-        for index, evaluation in enumerate(evaluations)
+        replace(evaluation, name=f"{name} ({index})" if names.count(name) > 1 else name)
+        for index, (evaluation, name) in enumerate(zip(evaluations, names, strict=True), start=1)
     ]
 
 

@@ -37,6 +37,10 @@ class HarnessSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} must be a positive integer, got {value}")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed must lie between 0 and 2**32 - 1, got {self.seed}")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise InputError(f"num_fewshot must not be negative, got {self.num_fewshot}")
 
 
 def versions() -> dict[str, str]:

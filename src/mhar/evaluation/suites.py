@@ -89,7 +89,7 @@ def _foreign(name: str, known: Collection[str]) -> TaskSpec:
     if name in known:
         return TaskSpec(name=name, primary="", source="the harness's own definition")
     ours = [*TASKS, *SUITES]
-    close = difflib.get_close_matches(name, [*ours, *known], n=5, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(dict.fromkeys([*ours, *known])), n=5, cutoff=0.5)
     hint = f"; nearest: {', '.join(close)}" if close else ""
     raise ConfigurationError(f"unknown task {name!r}{hint}. Tasks and suites with local files: {', '.join(ours)}")
 
@@ -109,11 +109,16 @@ def check_runnable(spec: TaskSpec, data: Path | None, *, download: bool, allow_c
         raise InputError(f"task {spec.name!r} needs {', '.join(missing)}: pip install 'lm-eval[math]'")
     if download or (spec.file and data is not None and loader.find(data, spec.file)):
         return
-    local = f"no {spec.file} in {data}" if spec.file else "it has no local file"
     raise InputError(
-        f"the data of task {spec.name!r} is missing ({local}); its source is {spec.source} on the Hugging Face hub:"
+        f"the data of task {spec.name!r} is missing ({_what_lacks(spec, data)}); its source is {spec.source} on the Hugging Face hub:"
         " allow fetching it with --download"
     )
+
+
+def _what_lacks(spec: TaskSpec, data: Path | None) -> str:
+    if not spec.file:
+        return "it has no local file"
+    return f"no --data folder with {spec.file} was given" if data is None else f"no {spec.file} in {data}"
 
 
 def note(spec: TaskSpec, data: Path | None) -> str:
