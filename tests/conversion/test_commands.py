@@ -43,6 +43,10 @@ def test_the_proof_can_be_chosen(make_folder, tmp_path: Path, capsys: pytest.Cap
         (["--num-heads", "5"], "num_heads 5 for width 32 (divisors near it: 4, 8)"),
         (["--block-size", "9"], "block_size must not exceed the number of layers (4), got 9"),
         (["--block-size", "0"], "block_size must be a positive integer"),
+        (["--variant", "delta_mhar", "--block-size", "2"], "variant 'delta_mhar' does not use --block-size 2"),
+        (["--variant", "baseline", "--num-heads", "5"], "variant 'baseline' does not use --num-heads 5"),
+        (["--device", "bogus"], "device 'bogus' cannot be used here"),
+        (["--device", "meta"], "device 'meta' cannot be used here"),
         (["--revision", "main"], "a revision belongs to a hub name"),
         (["--from-reference", "--num-heads", "kv", "--no-verify"], "drop --num-heads, --verify"),
     ],
@@ -51,6 +55,26 @@ def test_mistakes_end_with_status_2_and_a_reason(make_folder, tmp_path: Path, ca
     assert main(["convert", str(make_folder()), str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_heads_that_are_no_number_are_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", "base", "out", "--num-heads", "x"])
+    assert """must be a positive integer or "kv", got 'x'""" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file/out", "/proc/out"])
+def test_an_output_that_cannot_be_made_is_named(make_folder, tmp_path: Path, capsys, place: str):
+    (tmp_path / "file").write_text("mine")
+    assert main(["convert", str(make_folder()), str(tmp_path / place), "--no-verify"]) == 2
+    assert f"the output folder {tmp_path / place} cannot be made in" in capsys.readouterr().err
+
+
+def test_an_output_inside_the_base_is_refused(make_folder, capsys):
+    base = make_folder()
+    assert main(["convert", str(base), str(base / "inside"), "--no-verify"]) == 2
+    assert "must not lie in the checkpoint" in capsys.readouterr().err
+    assert not (base / "inside").exists()
 
 
 def test_revert_of_a_base_ends_with_status_2(make_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

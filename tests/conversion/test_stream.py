@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from mhar import MharForCausalLM, RoutingConfig
 from mhar.conversion import convert_checkpoint, revert_checkpoint
 from mhar.conversion import stream as stream_module
+from mhar.conversion.checkpoint import hub_revision
 from mhar.errors import CheckpointError
 from mhar.models.families import FAMILIES
 
@@ -297,3 +298,10 @@ def test_a_converted_base_and_an_occupied_target_are_refused(make_folder, tmp_pa
         convert_checkpoint(base, tmp_path / "out", ROUTING)
     with pytest.raises(CheckpointError, match="must not exist or be empty"):
         convert_checkpoint(base, base, ROUTING)
+
+
+def test_only_a_commit_is_a_revision(tmp_path: Path):
+    for name, revision in (("latest", None), ("0123456789" * 4, "0123456789" * 4)):
+        folder = tmp_path / "snapshots" / name
+        folder.mkdir(parents=True)
+        assert hub_revision(folder) == revision

@@ -68,16 +68,24 @@ def main(argv: list[str]) -> int:
 
 
 def _heads(text: str) -> int | str:
-    return text if text == "kv" else int(text)
+    try:
+        return text if text == "kv" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'must be a positive integer or "kv", got {text!r}') from None
 
 
 def _routing(options: argparse.Namespace) -> "RoutingConfig":
     from mhar.conversion.graft import DEFAULT_VARIANT
+    from mhar.errors import ConfigurationError
     from mhar.routing import RoutingConfig
 
     chosen = {"num_heads": options.num_heads, "block_size": options.block_size}
     overrides = {name: value for name, value in chosen.items() if value is not None}
-    return RoutingConfig.named(options.variant or DEFAULT_VARIANT, **overrides)
+    routing = RoutingConfig.named(options.variant or DEFAULT_VARIANT, **overrides)
+    used = {"num_heads": routing.read != "none", "block_size": routing.read != "none" and routing.sources == "block"}
+    if unused := [f"--{name.replace('_', '-')} {overrides[name]}" for name in overrides if not used[name]]:
+        raise ConfigurationError(f"variant {options.variant!r} does not use {' and '.join(unused)}: drop it")
+    return routing
 
 
 def _from_reference(options: argparse.Namespace) -> int:
@@ -93,7 +101,7 @@ def _from_reference(options: argparse.Namespace) -> int:
     if refused := [f"--{name.replace('_', '-')}" for name in given if getattr(options, name) is not None]:
         raise ConfigurationError(f"a released folder brings its own routing and logits: drop {', '.join(refused)}")
     model = from_reference(options.base)
-    check_target(Path(options.out), sum(p.nbytes for p in model.parameters()))
+    check_target(Path(options.out), sum(p.nbytes for p in model.parameters()), Path(options.base))
     with new_folder(Path(options.out)) as partial:
         copy_side_files(Path(options.base), partial)
         export_model(model, partial)

@@ -50,7 +50,7 @@ def revert_checkpoint(
     checkpoint = read_checkpoint(converted, revision, check=_check_converted)
     config = MharConfig.from_pretrained(checkpoint.folder)
     check_closed(checkpoint, config)
-    check_target(out, checkpoint.num_bytes)
+    check_target(out, checkpoint.num_bytes, checkpoint.folder)
     with new_folder(out) as partial:
         _write_weights(checkpoint, partial, progress)
         copy_side_files(checkpoint.folder, partial)

@@ -25,6 +25,7 @@ from mhar.conversion.tensorfile import copy_tensors
 from mhar.conversion.verify import Verification, available_bytes, verification_bytes, verify_folders
 from mhar.errors import CheckpointError
 from mhar.models import MharConfig, MharForCausalLM
+from mhar.models.devices import check_device
 from mhar.models.export import add_remote_code
 from mhar.routing import RoutingConfig
 
@@ -54,13 +55,14 @@ def convert_checkpoint(
 
     Raises:
         CheckpointError: as :func:`mhar.convert`; also missing shards, too little disk space, logits that differ.
-        ConfigurationError, InputError: routing that would change the model's function or does not fit its size.
+        ConfigurationError, InputError: routing that would change the model's function or does not fit its size, or a
+            device that cannot be used here.
     """
-    routing, out = resolve_routing(routing), Path(out)
+    routing, out, device = resolve_routing(routing), Path(out), check_device(device)
     checkpoint = read_checkpoint(base, revision, check=check_convertible)
     config = MharConfig.from_base(AutoConfig.from_pretrained(checkpoint.folder), routing)
     added = _closed_router(config, checkpoint)
-    check_target(out, checkpoint.num_bytes + sum(tensor.nbytes for tensor in added.values()))
+    check_target(out, checkpoint.num_bytes + sum(tensor.nbytes for tensor in added.values()), checkpoint.folder)
     with new_folder(out) as partial:
         _write_weights(checkpoint, partial, added, progress)
         num_added = sum(tensor.numel() for tensor in added.values())
