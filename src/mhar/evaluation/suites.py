@@ -110,8 +110,8 @@ def check_runnable(spec: TaskSpec, data: Path | None, *, download: bool, allow_c
     if download or (spec.file and data is not None and loader.find(data, spec.file)):
         return
     raise InputError(
-        f"the data of task {spec.name!r} is missing ({_what_lacks(spec, data)}); its source is {spec.source} on the Hugging"
-        " Face hub: allow fetching it with --download"
+        f"the data of task {spec.name!r} is missing ({_what_lacks(spec, data)}); its source is {spec.source} on the"
+        " Hugging Face hub: allow fetching it with --download"
     )
 
 
