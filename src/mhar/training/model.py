@@ -1,5 +1,6 @@
 """The model of a run: built or loaded, placed on its ranks, and exported."""
 
+import dataclasses
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mhar.conversion import convert
 from mhar.errors import CheckpointError, ConfigurationError, MharError, unknown
@@ -91,8 +92,9 @@ def model_config(section: ModelSection) -> Any:
 
 def check_shape(family: str, shape: dict[str, Any]) -> None:
     """ConfigurationError for a field that the family's configuration class does not have, or a size below 1."""
-    kind: type[PreTrainedConfig] = CONFIG_MAPPING[family]
-    fields = {*kind.__dataclass_fields__, *kind.attribute_map}
+    kind: Any = CONFIG_MAPPING[family]
+    # Sizes too: qwen3_moe reads a head_dim that its configuration does not declare.
+    fields = {*(field.name for field in dataclasses.fields(kind)), *kind.attribute_map, *SIZES}
     for name, value in shape.items():
         if name not in fields:
             raise unknown(f"model.shape field of {family}", name, fields)
