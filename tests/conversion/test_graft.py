@@ -179,3 +179,10 @@ def test_gradient_checkpointing_is_kept(make_base, input_ids: Tensor, enabled: b
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     model(input_ids=input_ids, labels=input_ids).loss.backward()
     assert len(calls) == (2 if enabled else 1)  # recomputed in the backward pass
+
+
+def test_routing_is_taken_in_any_form(make_base):
+    with pytest.raises(ConfigurationError, match=r"routing must be a RoutingConfig.*got 3"):
+        mhar.convert(make_base(), 3)
+    fields = mhar.RoutingConfig.named("delta_mhar").to_dict()
+    assert mhar.convert(make_base(), fields).config.routing == fields

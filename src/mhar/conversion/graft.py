@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -11,6 +12,7 @@ from mhar.conversion.support import check_convertible, check_starts_closed
 from mhar.errors import CheckpointError
 from mhar.models import MharConfig, MharForCausalLM
 from mhar.models.compat import keep_checkpointing
+from mhar.models.configuration import as_routing
 from mhar.models.families import causal_lm_class
 from mhar.routing import RoutingConfig
 
@@ -18,20 +20,22 @@ DEFAULT_VARIANT = "delta_block_mhar"
 
 
 def convert(
-    base: PreTrainedModel | str | Path, routing: RoutingConfig | str | None = None, *, revision: str | None = None
+    base: PreTrainedModel | str | Path,
+    routing: RoutingConfig | str | dict[str, Any] | None = None,
+    *,
+    revision: str | None = None,
 ) -> MharForCausalLM:
     """A pretrained model with depth routing whose logits are still those of the base.
 
     Args:
         base: a model in memory, a local folder or a hub name.
-        routing: what is routed: a RoutingConfig, the name of a variant, or None for "delta_block_mhar". Its gates must
-            start closed (read "add", gate "scalar"), or `read` be "none".
+        routing: what is routed: a RoutingConfig, the name of a variant, a dict of fields, or None for
+            "delta_block_mhar". Its gates must start closed (read "add", gate "scalar"), or `read` be "none".
         revision: branch, tag or commit of a hub name.
 
     Returns:
         The routed model, in the base's dtype, device and mode, with its attention implementation and gradient
-        checkpointing. It shares the weights of a model given in memory:
-        training one trains the other.
+        checkpointing. It shares the weights of a model given in memory: training one trains the other.
 
     Raises:
         CheckpointError: a model or checkpoint that cannot be converted, weights that are NaN or infinite.
@@ -51,12 +55,11 @@ def convert(
     return _graft(base, routing)
 
 
-def resolve_routing(routing: RoutingConfig | str | None) -> RoutingConfig:
+def resolve_routing(routing: RoutingConfig | str | dict[str, Any] | None) -> RoutingConfig:
     """A configuration, a variant's name or the default -> a configuration that starts closed."""
-    if not isinstance(routing, RoutingConfig):
-        routing = RoutingConfig.named(routing or DEFAULT_VARIANT)
-    check_starts_closed(routing)
-    return routing
+    resolved = as_routing(DEFAULT_VARIANT if routing is None else routing)
+    check_starts_closed(resolved)
+    return resolved
 
 
 def check_finite(not_finite: Iterable[str]) -> None:

@@ -25,8 +25,8 @@ VARIANT_FILES = (
     "summary.json",
     "routing.json",
     "sample.txt",
-    "checkpoint-*",
-    ".checkpoint-*.partial",
+    "checkpoint-[0-9]*",
+    ".checkpoint-[0-9]*.partial",
 )
 WRITTEN = (
     *(f"{variant}/{name}" for variant in VARIANTS for name in VARIANT_FILES),
