@@ -8,6 +8,7 @@ from torch import nn
 
 from mhar import DepthRouter, RoutingConfig
 from mhar.errors import ConfigurationError, InputError
+from mhar.routing import routing_plan
 from mhar.routing.interventions import (
     freeze,
     one_hot,
@@ -282,3 +283,15 @@ def test_a_change_in_place_is_not_lost(sublayers, x):
     router = make_router()
     in_place, _ = observed(router, sublayers, x, lambda site, weights: weights.fill_(1 / len(weights)))
     assert torch.equal(in_place, observed(router, sublayers, x, uniform())[0])
+
+
+def test_a_source_with_all_the_weight_leaves_it_to_the_others() -> None:
+    """The others' weights underflow to zero in float32: what a masked softmax would give cannot be told from them."""
+    site = routing_plan(RoutingConfig.named("mhar", num_heads=1), 5)[2]
+    weights = torch.tensor([[1.0], [0.0], [0.0]])
+    assert remove_source("embedding")(site, weights).flatten().tolist() == [0.0, 0.5, 0.5]
+
+
+def test_sites_are_named_once() -> None:
+    with pytest.raises(InputError, match=r"remove_site.*names its sites already.*'final'"):
+        only_at(["final"], remove_site("layers.0.mlp"))

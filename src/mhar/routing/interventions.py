@@ -67,9 +67,15 @@ class Change:
 
 
 def only_at(sites: Sequence[int | str], intervention: Intervention) -> Change:
-    """`intervention` at the named sites (indices or names), nothing elsewhere."""
+    """`intervention` at the named sites (indices or names), nothing elsewhere.
+
+    Raises:
+        InputError: an intervention that is already restricted to sites.
+    """
     if isinstance(intervention, Change):
         change = intervention
+        if change.sites is not None:
+            raise InputError(f"{change.name} names its sites already, got further sites {list(sites)}")
     else:
         change = Change(getattr(intervention, "__name__", "custom"), intervention)
     return replace(change, name=f"{change.name}@{','.join(map(str, sites))}", sites=tuple(sites))
@@ -94,14 +100,19 @@ def one_hot(source: str) -> Change:
 
 
 def remove_source(source: str) -> Change:
-    """Mask one source out of the softmax, at the sites that have another one."""
+    """Mask one source out of the softmax, at the sites that have another one.
+
+    Where the source had all the weight (the others' underflowed), the others share it evenly.
+    """
 
     def function(site: SitePlan, weights: Tensor) -> Tensor:
         if source not in site.source_names or len(site.source_names) == 1:
             return weights
-        kept = weights.clone()
-        kept[site.source_names.index(source)] = 0.0
-        return kept / kept.sum(dim=0, keepdim=True).clamp_min(torch.finfo(kept.dtype).tiny)
+        others = torch.ones_like(weights)
+        others[site.source_names.index(source)] = 0.0
+        kept = weights * others
+        kept = torch.where(kept.sum(dim=0) > 0, kept, others)
+        return kept / kept.sum(dim=0)
 
     return Change(f"remove_source:{source}", function, sources=(source,))
 
