@@ -32,7 +32,7 @@ def check_read(
     sources: Sequence[Tensor] | Tensor, query: Tensor, norm_weight: Tensor, num_heads: int, eps: float
 ) -> None:
     """Raise InputError unless the arguments of one read fit together."""
-    if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps < 0:
+    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
         raise InputError(f"eps must be a finite number >= 0, got {eps!r}")
     if isinstance(sources, Tensor) and sources.ndim < 2:
         raise InputError(f"stacked sources must have the shape [N, ..., D], got {list(sources.shape)}")

@@ -74,7 +74,7 @@ def only_at(sites: Sequence[int | str], intervention: Intervention) -> Change:
     """
     if isinstance(intervention, Change):
         change = intervention
-        if change.sites is not None:
+        if change.sites:
             raise InputError(f"{change.name} names its sites already, got further sites {list(sites)}")
     else:
         change = Change(getattr(intervention, "__name__", "custom"), intervention)
