@@ -292,6 +292,9 @@ def test_a_source_with_all_the_weight_leaves_it_to_the_others() -> None:
     assert remove_source("embedding")(site, weights).flatten().tolist() == [0.0, 0.5, 0.5]
 
 
-def test_sites_are_named_once() -> None:
-    with pytest.raises(InputError, match=r"remove_site.*names its sites already.*'final'"):
-        only_at(["final"], remove_site("layers.0.mlp"))
+def test_restrictions_add_up() -> None:
+    plan = routing_plan(RoutingConfig.named("mhar", num_heads=1), 5)
+    weights = torch.tensor([[0.5], [0.3], [0.2]])
+    both = only_at([2, "final"], only_at(["layers.1.attn"], uniform()))
+    assert torch.equal(both(plan[4], weights), weights)
+    assert torch.equal(both(plan[2], weights), torch.full_like(weights, 1 / 3))

@@ -67,15 +67,9 @@ class Change:
 
 
 def only_at(sites: Sequence[int | str], intervention: Intervention) -> Change:
-    """`intervention` at the named sites (indices or names), nothing elsewhere.
-
-    Raises:
-        InputError: an intervention that is already restricted to sites.
-    """
+    """`intervention` at the named sites (indices or names), nothing elsewhere; a restriction it already has stays."""
     if isinstance(intervention, Change):
-        change = intervention
-        if change.sites:
-            raise InputError(f"{change.name} names its sites already, got further sites {list(sites)}")
+        change = intervention if intervention.sites is None else replace(intervention, function=intervention)
     else:
         change = Change(getattr(intervention, "__name__", "custom"), intervention)
     return replace(change, name=f"{change.name}@{','.join(map(str, sites))}", sites=tuple(sites))
